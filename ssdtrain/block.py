@@ -1,0 +1,204 @@
+"""A block: one storage that is kept, written, on disk, being read or restored. The unit of offloading.
+
+```
+            queue full, failed or cancelled            wanted soon, or changed in place
+      ┌───────────────┬─────────────────┐ ┌──────────────┐
+      ▼               │                 │ │              │
+    KEPT ──────► QUEUED ─────► WRITING ─┴─┴──► WRITTEN ──┴──► SPILLED ◄────► READING ────► RESTORED
+                                                                 ▲  failed                    │
+                                                                 └────────────────────────────┘
+```
+
+Every state but READING may also move to FREED, when the last handle dies; a block that is being read or written then
+is freed when that ends.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ssdtrain.saved import Geometry, Span
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ssdtrain.device.base import Transfer
+    from ssdtrain.engine import Engine
+    from ssdtrain.schedule import Pass
+    from ssdtrain.storage.base import Extent
+
+__all__ = ["Block", "Handle", "State"]
+
+
+class State(enum.Enum):
+    """Where a block's bytes are."""
+
+    KEPT = "in the original memory"
+    QUEUED = "in the original memory, to be written"
+    WRITING = "in the original memory, being written"
+    WRITTEN = "in the original memory and on disk"
+    SPILLED = "on disk"
+    READING = "on disk, being read"
+    RESTORED = "on disk and in restored memory"
+    FREED = "nowhere"
+
+
+IN_ORIGINAL_MEMORY = frozenset({State.KEPT, State.QUEUED, State.WRITING, State.WRITTEN})
+IN_STORE_QUEUE = frozenset({State.QUEUED, State.WRITING, State.WRITTEN})
+
+_MOVES = {
+    State.KEPT: {State.QUEUED, State.FREED},
+    State.QUEUED: {State.WRITING, State.KEPT, State.FREED},
+    State.WRITING: {State.WRITTEN, State.KEPT, State.FREED},
+    State.WRITTEN: {State.SPILLED, State.KEPT, State.FREED},
+    State.SPILLED: {State.READING, State.FREED},
+    State.READING: {State.RESTORED, State.SPILLED, State.FREED},
+    State.RESTORED: {State.SPILLED, State.FREED},
+    State.FREED: set[State](),
+}
+
+
+class Block:
+    """State and memory of one block. The engine's lock guards all of it but what never changes.
+
+    Args:
+        storage: What is to be offloaded.
+        span: Which part of it.
+        version: `Tensor._version` of the saved tensors; any other version is another block.
+        transfer: How its bytes get to a store and back.
+        written: Where the block goes when its write has ended, for the thread that packed it.
+        forward: The forward pass that it belongs to.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_watched",
+        "extent",
+        "forward",
+        "handles",
+        "handles_made",
+        "index",
+        "mark",
+        "restored",
+        "saved",
+        "source",
+        "span",
+        "state",
+        "transfer",
+        "unread",
+        "version",
+        "wanted",
+        "written",
+    )
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        span: Span,
+        version: int,
+        transfer: Transfer,
+        written: deque[Block],
+        forward: Pass,
+    ) -> None:
+        self.span = span
+        self.version = version
+        self.transfer = transfer
+        self.mark = transfer.mark()
+        self.written = written
+        self.forward = forward
+        self.index = forward.add(self)
+        self.state = State.KEPT
+        # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose version
+        # counter tells of in-place changes.
+        self.source: torch.UntypedStorage | None = storage
+        self.saved: dict[int, Tensor] = {}
+        self.extent: Extent | None = None
+        # The restored memory: held here while a handle is yet to ask for it, afterwards only watched, so that
+        # views that are alive at the same time share it.
+        self.restored: torch.UntypedStorage | None = None
+        self._watched: weakref.ref[torch.UntypedStorage] | None = None
+        self.handles = 0
+        self.handles_made = 0
+        self.unread = 0  # handles that backward has not asked for
+        self.wanted = False  # backward is near: do not let go of the original memory
+
+    def join(self, tensor: Tensor) -> int:
+        """One handle more, whose saved tensor this is; returns the handle's key."""
+        key = self.handles_made
+        self.handles_made += 1
+        self.handles += 1
+        self.unread += 1
+        if self.state in IN_ORIGINAL_MEMORY:
+            self.saved[key] = tensor
+        return key
+
+    def leave(self, key: int, *, read: bool) -> Tensor | None:
+        """One handle less; returns its saved tensor."""
+        self.handles -= 1
+        self.unread -= not read
+        return self.saved.pop(key, None)
+
+    def move(self, to: State) -> None:
+        """Change the state; the only place that does."""
+        assert to in _MOVES[self.state], f"a block cannot move from {self.state} to {to}"
+        self.state = to
+
+    def unchanged(self) -> bool:
+        """Whether no saved tensor of this block was changed in place."""
+        return all(tensor._version == self.version for tensor in self.saved.values())
+
+    def release_original(self) -> list[object]:
+        """Let go of the original memory; the caller drops what is returned after it has left the lock."""
+        doomed: list[object] = [self.source, self.saved]
+        self.source, self.saved = None, {}
+        return doomed
+
+    def release_all(self) -> list[object]:
+        """Let go of all memory, likewise."""
+        doomed: list[object] = [self.restored, *self.release_original()]
+        self.restored = None
+        return doomed
+
+    def on_disk_only(self) -> bool:
+        """Whether the bytes are nowhere in memory, nor on their way."""
+        return self.state is State.SPILLED or (
+            self.state is State.RESTORED and self.restored_storage() is None
+        )
+
+    def hold_restored(self, storage: torch.UntypedStorage) -> None:
+        """Remember restored memory and keep it alive, until `restored` is set to None."""
+        self._watched = weakref.ref(storage)
+        self.restored = storage
+
+    def restored_storage(self) -> torch.UntypedStorage | None:
+        """The restored memory, if any tensor or this block still holds it."""
+        if self.restored is not None:
+            return self.restored
+        return self._watched() if self._watched is not None else None
+
+
+class Handle:
+    """What the pack hook returns: a share of a block, and how one saved tensor views it.
+
+    Args:
+        engine: Told when the handle dies.
+        block: Shared; lives as long as its handles.
+        key: Names this handle within the block.
+        geometry: The saved tensor's.
+    """
+
+    __slots__ = ("block", "engine", "geometry", "key", "read")
+
+    def __init__(self, engine: Engine, block: Block, key: int, geometry: Geometry) -> None:
+        self.engine = engine
+        self.block = block
+        self.key = key
+        self.geometry = geometry
+        self.read = False
+
+    def __del__(self) -> None:
+        self.engine.release(self.block, self.key, read=self.read)

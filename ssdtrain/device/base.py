@@ -1,0 +1,58 @@
+"""Moving a block's bytes between the memory that autograd uses and buffers that a store takes.
+
+Only this folder knows streams. The rest calls, in this order: `mark` at pack; `outgoing` on an I/O thread;
+`incoming` on whichever thread reads; `deliver` at unpack.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+
+from ssdtrain.saved import Span
+from ssdtrain.storage.base import HostBuffer
+
+__all__ = ["Incoming", "Transfer"]
+
+
+class Incoming(ABC):
+    """Memory for a block on its way back."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[tuple[int, HostBuffer]]:
+        """Buffers to be filled, each with its offset in the block; one is full before the next is asked for."""
+
+    @abstractmethod
+    def storage(self) -> torch.UntypedStorage:
+        """The restored storage, once every piece is full. Its memory is reused when the last view of it dies."""
+
+
+class Transfer(ABC):
+    """The way to and from the memory of one kind of device."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """The point in the current order of compute at which a tensor being packed has its value."""
+
+    @abstractmethod
+    def outgoing(
+        self, storage: torch.UntypedStorage, span: Span, mark: object
+    ) -> Iterator[tuple[int, HostBuffer]]:
+        """Buffers that hold the span's bytes as they are at `mark`, each with its offset in the block.
+
+        A buffer is valid until the next one is asked for. Offsets are multiples of 4096.
+        """
+
+    @abstractmethod
+    def incoming(self, span: Span) -> Incoming:
+        """Memory for a span's bytes, at the same place within a page as the original."""
+
+    @abstractmethod
+    def deliver(self, storage: torch.UntypedStorage) -> None:
+        """Order the current compute after a restored storage's arrival."""
+
+    @abstractmethod
+    def trim(self) -> None:
+        """Give memory that no block uses back to the system."""

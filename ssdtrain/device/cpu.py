@@ -1,0 +1,62 @@
+"""CPU tensors: the store writes from, and reads into, the tensors' own memory. There is nothing to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ssdtrain.device.base import Incoming, Transfer
+from ssdtrain.memory.pool import BufferPool, Region
+from ssdtrain.saved import PAGE, Span
+from ssdtrain.storage.base import HostBuffer
+
+__all__ = ["CpuTransfer"]
+
+
+class CpuTransfer(Transfer):
+    """Identity transfer.
+
+    Args:
+        pool: Where restored blocks live.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def mark(self) -> object:
+        """Nothing: a CPU tensor has its value when the operation that made it returns."""
+        return None
+
+    def outgoing(
+        self, storage: torch.UntypedStorage, span: Span, mark: object
+    ) -> Iterator[tuple[int, HostBuffer]]:
+        """The span itself, in place."""
+        assert mark is None
+        yield 0, HostBuffer(storage.data_ptr() + span.start, span.nbytes, storage)
+
+    def incoming(self, span: Span) -> Incoming:
+        """A region of the pool for a whole storage, and for a slice fresh memory of which only the slice is real."""
+        base_skew = (span.skew - span.start) % PAGE
+        if span.nbytes == span.storage_nbytes:
+            return _IncomingRegion(self._pool.take(span.storage_nbytes, base_skew), span)
+        return _IncomingRegion(self._pool.reserve(span.storage_nbytes, base_skew), span)
+
+    def deliver(self, storage: torch.UntypedStorage) -> None:
+        """Nothing: the read had ended before the storage was made."""
+
+    def trim(self) -> None:
+        """Empty the pool's free lists."""
+        self._pool.trim()
+
+
+class _IncomingRegion(Incoming):
+    def __init__(self, region: Region, span: Span) -> None:
+        self._region = region
+        self._span = span
+
+    def pieces(self) -> Iterator[tuple[int, HostBuffer]]:
+        yield 0, HostBuffer(self._region.address + self._span.start, self._span.nbytes, self._region)
+
+    def storage(self) -> torch.UntypedStorage:
+        return self._region.storage()

@@ -1,0 +1,1 @@
+"""The memory that restored blocks live in."""

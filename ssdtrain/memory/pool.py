@@ -1,0 +1,105 @@
+"""The memory that restored blocks live in: page-aligned, reused, bounded.
+
+Fresh memory costs a page fault and a page of zeros for every 4 KiB before the disk's bytes overwrite it. Here one
+arena is faulted in once, in huge pages, and cut into ranges of any size, so that the room of two small blocks serves
+a large one and the other way round.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+from ssdtrain.saved import PAGE
+from ssdtrain.storage.extents import ExtentAllocator
+
+__all__ = ["BufferPool", "Region"]
+
+_NO_HUGE_PAGES_BELOW = 2 << 20
+
+
+class Region:
+    """Memory for one storage.
+
+    Its lifetime: it belongs to whoever took it, then to the storage made from it, and when the last tensor on that
+    storage dies its range is free again. `memory` is held throughout.
+    """
+
+    def __init__(self, memory: mmap.mmap, start: int, nbytes: int) -> None:
+        self._array = (ctypes.c_char * nbytes).from_buffer(memory, start)
+        self.address = ctypes.addressof(self._array)
+
+    def on_death(self, pool: BufferPool, offset: int) -> None:
+        """Tell `pool` when the memory is no longer used. torch holds the array until the last view dies."""
+        weakref.finalize(self._array, pool.give, offset).atexit = False
+
+    def storage(self) -> torch.UntypedStorage:
+        """A storage on the whole of it."""
+        return torch.frombuffer(self._array, dtype=torch.uint8).untyped_storage()
+
+
+class BufferPool:
+    """An arena, and mappings of their own for what does not fit.
+
+    Args:
+        capacity: Bytes of the arena. They are address space until they are used.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._memory = _map(max(capacity, PAGE))
+        self._returned: deque[int] = deque()  # offsets on their way back; a deque needs no lock
+        self._ranges_lock = threading.Lock()  # guards _ranges
+        self._ranges = ExtentAllocator(PAGE)
+        self._ranges.grow(len(self._memory))
+
+    def take(self, nbytes: int, skew: int) -> Region:
+        """Memory that begins at `skew` modulo the page size."""
+        with self._ranges_lock:
+            self._collect()
+            offset = self._ranges.allocate(nbytes + skew)
+        if offset is None:
+            return self.reserve(nbytes, skew)
+        region = Region(self._memory, offset + skew, nbytes)
+        region.on_death(self, offset)
+        return region
+
+    @staticmethod
+    def reserve(nbytes: int, skew: int) -> Region:
+        """A mapping of its own: for what the arena has no room for, or of which only a small part is touched."""
+        return Region(_map(nbytes + skew), skew, nbytes)
+
+    def give(self, offset: int) -> None:
+        """Take a range back. Called when a storage dies, which may be anywhere, inside any lock: never waits."""
+        self._returned.append(offset)
+        if self._ranges_lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._ranges_lock.release()
+
+    def trim(self) -> None:
+        """Give the memory of all free ranges back to the system."""
+        with self._ranges_lock:
+            self._collect()
+            for offset, length in self._ranges.free_ranges():
+                if offset < self._ranges.high_water:
+                    touched = min(length, self._ranges.high_water - offset)
+                    self._memory.madvise(mmap.MADV_DONTNEED, offset, touched)
+            self._ranges.reset_high_water()
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._ranges.free(self._returned.popleft())
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    nbytes = -(-nbytes // PAGE) * PAGE
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _NO_HUGE_PAGES_BELOW and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

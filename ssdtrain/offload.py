@@ -1,0 +1,260 @@
+"""`OffloadActivations`: the context manager, pack and unpack."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ssdtrain.block import Block, Handle
+from ssdtrain.config import OffloadConfig
+from ssdtrain.device.base import Transfer
+from ssdtrain.device.cpu import CpuTransfer
+from ssdtrain.engine import Engine
+from ssdtrain.errors import InplaceModificationError, SSDTrainError
+from ssdtrain.memory.pool import BufferPool
+from ssdtrain.saved import Geometry, ModelStorages, Span, is_plain
+from ssdtrain.schedule import Pass, Schedule
+from ssdtrain.stats import OffloadStats
+from ssdtrain.storage import open_store
+
+__all__ = ["OffloadActivations"]
+
+
+class OffloadActivations(saved_tensors_hooks):
+    """Keeps the activations of the forward passes inside it on SSD until backward asks for them.
+
+    Enter it around each forward pass; run backward inside, after, or never. It nests like any other
+    `torch.autograd.graph.saved_tensors_hooks`: the innermost one sees a saved tensor. Gradients are those of plain
+    torch, bit for bit.
+
+    Args:
+        model: Its parameters and buffers stay in memory, whatever views or autocast copies of them autograd saves.
+            None: only what is an `nn.Parameter`, or a view of one, is recognised.
+        config: Options.
+        **options: Fields of `OffloadConfig`, on top of `config`.
+
+    Raises:
+        ConfigError: An option, or a spill directory, cannot be used.
+
+    Example:
+        >>> offload = ssdtrain.OffloadActivations(model, spill_dir="/mnt/nvme")
+        >>> with offload:
+        ...     loss = model(batch)
+        >>> loss.backward()
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, config: OffloadConfig | None = None, **options: Any
+    ) -> None:
+        self._session = session = _Session(model, OffloadConfig.of(config, options))
+        super().__init__(session.pack, session.unpack)
+
+    def __enter__(self) -> OffloadActivations:
+        """Begin a forward pass.
+
+        Raises:
+            SSDTrainError: It is closed, or belongs to another process.
+        """
+        self._session.begin()
+        super().__enter__()
+        return self
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Counters, as of now."""
+        return self._session.stats()
+
+    def synchronize(self) -> None:
+        """Return when no store is queued or running, and let go of the memory of what this thread packed.
+
+        Raises:
+            StoreError: A write failed, and `on_store_error` is "raise".
+        """
+        self._session.synchronize()
+
+    def close(self) -> None:
+        """Stop the threads and give the disk's room back. Idempotent; also happens at garbage collection and exit.
+
+        A backward pass that still needs a block on disk then raises `ActivationLostError`.
+        """
+        self._session.close()
+
+
+# Restored memory is what is read ahead and what backward works on, each about a prefetch window.
+_ARENA_WINDOWS = 4
+
+
+class _Kept:
+    """What the pack hook returns for an exempt tensor: itself, and its version."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = None if tensor.is_inference() else tensor._version
+
+
+class _Thread(threading.local):
+    """What each thread that runs a forward pass has of its own."""
+
+    def __init__(self) -> None:
+        self.forward: Pass | None = None
+        self.written: deque[Block] = deque()  # blocks packed here whose memory awaits `Engine.settle`
+
+
+class _Session:
+    """All that one offloader owns. Its hooks are held by every graph, so it outlives the last of them.
+
+    Apart from `OffloadActivations`, whose base class holds the hooks, so that there is no reference cycle and both
+    end at once when they are no longer used.
+    """
+
+    def __init__(self, model: nn.Module | None, config: OffloadConfig) -> None:
+        assert isinstance(config.min_tensor_bytes, int)
+        assert isinstance(config.prefetch_bytes, int)
+        self._min_bytes = config.min_tensor_bytes
+        self._weights = ModelStorages(model)
+        self._pid = os.getpid()
+        self._closed = False
+        self._schedule = Schedule()
+        self._transfers: dict[str, Transfer] = {"cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * config.prefetch_bytes))}
+        self._warned: set[str] = set()
+        self._blocks = _BlockTable()
+        self._engine = Engine(open_store(config), config)
+        self._thread = _Thread()
+        self.close = weakref.finalize(self, self._engine.close_from_finalizer)
+
+    def begin(self) -> None:
+        if not self.close.alive:
+            raise SSDTrainError("this OffloadActivations is closed; make a new one")
+        if os.getpid() != self._pid:
+            raise SSDTrainError(
+                "this OffloadActivations was made before a fork and its threads are in the parent process; "
+                "make one in each process"
+            )
+        self._weights.refresh()
+        self._thread.forward = None
+
+    def pack(self, tensor: Tensor) -> _Kept | Handle:
+        """The pack hook."""
+        self._engine.settle(self._thread.written)
+        transfer = self._transfer_for(tensor)
+        # Detached: an operation may save its own output, and what it saves must not hold the graph that holds it.
+        detached = tensor.detach()
+        if transfer is None:
+            self._engine.count(exempt=True)
+            return _Kept(detached)
+        self._engine.count(exempt=False)
+        return self._offload(detached, transfer)
+
+    def _transfer_for(self, tensor: Tensor) -> Transfer | None:
+        """How a tensor is moved; None where it is exempt."""
+        if not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if (
+            storage.nbytes() < self._min_bytes
+            # Backward is running: reentrant checkpointing recomputes what is needed at once, and a graph of the
+            # gradient (create_graph) is mostly used soon.
+            or torch._C._current_graph_task_id() != -1
+            or self._weights.owns(tensor, storage)
+        ):
+            return None
+        transfer = self._transfers.get(tensor.device.type)
+        if transfer is None and tensor.device.type not in self._warned:
+            self._warned.add(tensor.device.type)
+            warnings.warn(
+                f"ssdtrain keeps activations on {tensor.device.type!r} where they are: it offloads CPU tensors",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return transfer
+
+    def _offload(self, tensor: Tensor, transfer: Transfer) -> Handle:
+        geometry = Geometry.of(tensor)
+        storage = tensor.untyped_storage()
+        span = Span.of(storage, geometry)
+        for block in self._blocks.of(storage):
+            if block.version == tensor._version and block.span.covers(span):
+                handle = self._engine.share(block, geometry, tensor)
+                if handle is not None:
+                    return handle
+        thread = self._thread
+        if thread.forward is None or thread.forward.begun_backward:
+            thread.forward = Pass(self._schedule)
+        block = Block(storage, span, tensor._version, transfer, thread.written, thread.forward)
+        handle = self._engine.share(block, geometry, tensor)
+        assert handle is not None
+        self._blocks.add(storage, block)
+        self._engine.store(block)
+        return handle
+
+    def unpack(self, packed: _Kept | Handle) -> Tensor:
+        """The unpack hook."""
+        self._engine.settle(self._thread.written)
+        if isinstance(packed, _Kept):
+            _check_version(packed.tensor, packed.version)
+            return packed.tensor
+        found = self._engine.fetch(packed, in_backward=torch._C._current_graph_task_id() != -1)
+        if isinstance(found, Tensor):
+            _check_version(found, packed.block.version)
+            return found
+        packed.block.transfer.deliver(found)
+        return packed.geometry.view(found)
+
+    def stats(self) -> OffloadStats:
+        return OffloadStats(**self._engine.snapshot())
+
+    def synchronize(self) -> None:
+        self._engine.synchronize(self._thread.written)
+
+
+class _BlockTable:
+    """The blocks of each live storage.
+
+    Keys are ids, which are reused; so each entry has a weak reference to its storage, which says whose it is and
+    removes the entry when the storage dies.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Block]]]] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> list[Block]:
+        """The blocks that are not gone yet, newest first."""
+        entry = self._entries.get(id(storage))
+        if entry is None or entry[0]() is not storage:
+            return []
+        return [block for ref in reversed(entry[1]) if (block := ref()) is not None]
+
+    def add(self, storage: torch.UntypedStorage, block: Block) -> None:
+        """Remember a block for as long as both it and the storage live."""
+        key = id(storage)
+        entries = self._entries
+        entry = entries.get(key)
+        if entry is None or entry[0]() is not storage:
+
+            def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
+                if key in entries and entries[key][0] is ref:
+                    entries.pop(key, None)
+
+            entry = entries[key] = (weakref.ref(storage, forget), [])
+        entry[1][:] = [ref for ref in entry[1] if ref() is not None]
+        entry[1].append(weakref.ref(block))
+
+
+def _check_version(tensor: Tensor, version: int | None) -> None:
+    if version is not None and tensor._version != version:
+        kind = f"{tensor.type()} {list(tensor.shape)}"
+        raise InplaceModificationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kind}] is at version {tensor._version}; it was saved at version {version}. Use an out-of-place "
+            "operation, or clone the tensor before changing it. (ssdtrain checks what plain torch checks.)"
+        )

@@ -1,0 +1,180 @@
+"""What a saved tensor is: which storage it views and how, and which ones are never offloaded."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["PAGE", "Geometry", "ModelStorages", "Span", "is_plain"]
+
+# Restored memory begins at the same place within a page as the original did. Direct I/O then needs no copy, and
+# kernels whose summation order depends on alignment give the same bits.
+PAGE = 4096
+
+# A view that covers less than this share of its storage is stored alone: a slice of a large tensor must not write
+# all of it. Not higher than 1/3, so that q, k and v cut from one projection still share one write; then at most
+# 4 times the view's bytes are written.
+SLICE_SHARE = 4
+
+# From a weight to what autograd saves of its autocast copy: the cast, and at most a few views.
+_MAX_VIEWS_OF_WEIGHT = 4
+
+
+class Geometry(NamedTuple):
+    """How a tensor views its storage. Offset and strides are counted in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """The geometry of a plain strided tensor."""
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor again, on a storage with the same bytes."""
+        needed = self.extent()[1] * self.dtype.itemsize
+        assert needed <= storage.nbytes(), f"a view of {needed} bytes on a storage of {storage.nbytes()}"
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.shape, self.stride)
+        if self.conj:
+            tensor = tensor.conj()
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+    def extent(self) -> tuple[int, int]:
+        """First element and one past the last element that the view touches; strides are never negative."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return self.offset, self.offset + last + 1
+
+
+class Span(NamedTuple):
+    """The part of a storage that is a block, in bytes."""
+
+    start: int
+    nbytes: int
+    storage_nbytes: int
+    skew: int
+    """Address of the part's first byte, modulo `PAGE`."""
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, geometry: Geometry) -> Span:
+        """The whole storage, or only the view's bytes where the storage is far larger."""
+        total = storage.nbytes()
+        first, end = geometry.extent()
+        start, nbytes = first * geometry.dtype.itemsize, (end - first) * geometry.dtype.itemsize
+        if nbytes * SLICE_SHARE > total:
+            start, nbytes = 0, total
+        return cls(start, nbytes, total, (storage.data_ptr() + start) % PAGE)
+
+    def covers(self, other: Span) -> bool:
+        """Whether every byte of `other`, of the same storage, is in here."""
+        return (
+            self.storage_nbytes == other.storage_nbytes
+            and self.start <= other.start
+            and other.start + other.nbytes <= self.start + self.nbytes
+        )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are just bytes of a storage: no subclass, no wrapper, dense and strided."""
+    return (
+        (type(tensor) is Tensor or type(tensor) is nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and not tensor._is_zerotensor()
+        and not tensor.is_inference()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and tensor.numel() > 0
+    )
+
+
+class ModelStorages:
+    """The storages of a model's parameters and buffers: its weights live in memory anyway.
+
+    Args:
+        model: Whose parameters and buffers; None recognises `nn.Parameter`s and their views only.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        # id -> weak reference. An id alone says nothing, since ids are reused; the reference says whose it is.
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._weight_shapes: frozenset[torch.Size] = frozenset()
+
+    def refresh(self) -> None:
+        """Look again: optimizers, `.to()` and `load_state_dict` may have given parameters other storages."""
+        if self._model is None:
+            return
+        weights = [leaf for weight in self._weights(self._model) for leaf in _leaves(weight)]
+        storages = [weight.untyped_storage() for weight in weights]
+        self._refs = {id(storage): weakref.ref(storage) for storage in storages}
+        shapes = {weight.shape for weight in weights if weight.dim() > 1}
+        self._weight_shapes = frozenset(shapes | {shape[:-2] + (shape[-1], shape[-2]) for shape in shapes})
+
+    @staticmethod
+    def _weights(model: nn.Module) -> Iterator[Tensor]:
+        yield from model.parameters()
+        yield from model.buffers()
+
+    def owns(self, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether a saved tensor is a weight, a view of one, or the low-precision copy that autocast made of one."""
+        if self._is_weight(storage):
+            return True
+        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+            return True
+        kind = tensor.device.type
+        return (
+            torch.is_autocast_enabled(kind)
+            and tensor.dtype is torch.get_autocast_dtype(kind)
+            and tensor.shape in self._weight_shapes
+            and self._derives_from_weight(tensor)
+        )
+
+    def _is_weight(self, storage: torch.UntypedStorage) -> bool:
+        ref = self._refs.get(id(storage))
+        return ref is not None and ref() is storage
+
+    def _derives_from_weight(self, tensor: Tensor) -> bool:
+        # A copy of a frozen weight has no history: its shape is all there is to go by, and a wrong guess only
+        # costs memory. A copy of a trained one leads back to the weight through the cast and views.
+        node: Any = tensor.grad_fn
+        if node is None:
+            return True
+        for _ in range(_MAX_VIEWS_OF_WEIGHT):
+            if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+                return False
+            node = node.next_functions[0][0]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                return self._is_weight(variable.untyped_storage())
+        return False
+
+
+def _leaves(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors with memory behind a parameter, which may be a subclass that wraps several."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):
+                yield from _leaves(inner)
+    elif type(tensor) in {Tensor, nn.Parameter} and tensor.layout is torch.strided and not tensor.is_meta:
+        yield tensor

@@ -1,0 +1,98 @@
+"""Stores that blocks are spilled to, and `open_store`, which builds the one that a config asks for."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ssdtrain.errors import ConfigError, SSDTrainError
+from ssdtrain.storage.base import PAGE, Edges, Extent, HostBuffer, SpillStore
+from ssdtrain.storage.direct import DirectStore
+from ssdtrain.storage.host import HostStore
+from ssdtrain.storage.stripe import StripeStore
+from ssdtrain.storage.verify import VerifyingStore
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ssdtrain.config import OffloadConfig
+
+__all__ = [
+    "PAGE",
+    "DirectStore",
+    "Edges",
+    "Extent",
+    "HostBuffer",
+    "HostStore",
+    "SpillStore",
+    "StripeStore",
+    "VerifyingStore",
+    "open_store",
+]
+
+
+def open_store(config: OffloadConfig) -> SpillStore:
+    """The store that `config` describes: directories, backend, quota, checksums.
+
+    Raises:
+        ConfigError: A directory cannot be used, or not as asked. Whatever was opened before is closed again.
+    """
+    store = _open_host(config) if config.backend == "host" else _open_directories(config)
+    if not config.verify:
+        return store
+    try:
+        return VerifyingStore(store)
+    except ConfigError:
+        store.close()
+        raise
+
+
+def _open_host(config: OffloadConfig) -> SpillStore:
+    return HostStore(max_bytes=_bytes(config.max_spill_bytes))
+
+
+def _open_directories(config: OffloadConfig) -> SpillStore:
+    directories = config.directories
+    _refuse_duplicates(directories)
+    quota = _bytes(config.max_spill_bytes)
+    stores: list[SpillStore] = []
+    try:
+        for directory in directories:
+            stores.append(  # noqa: PERF401 - what was opened has to be known when the next one fails
+                DirectStore(
+                    directory,
+                    max_bytes=None if quota is None else quota // len(directories),
+                    min_free_bytes=_bytes(config.min_free_bytes) or 0,
+                    direct=True if config.backend == "direct" else None,
+                )
+            )
+    except BaseException:
+        for store in stores:
+            with suppress(SSDTrainError):
+                store.close()
+        raise
+    return stores[0] if len(stores) == 1 else StripeStore(stores)
+
+
+def _refuse_duplicates(directories: tuple[Path, ...]) -> None:
+    seen: dict[object, Path] = {}
+    for directory in directories:
+        try:
+            status = directory.stat()
+            identity: object = (status.st_dev, status.st_ino)
+        except OSError:
+            # Opening it will say what is wrong.
+            identity = os.path.realpath(directory)
+        if identity in seen:
+            raise ConfigError(
+                f"spill_dir: {os.fspath(directory)!r} and {os.fspath(seen[identity])!r} are one directory; "
+                "name each once"
+            )
+        seen[identity] = directory
+
+
+def _bytes(size: int | str | None) -> int | None:
+    # `OffloadConfig` has parsed its sizes; their declared types are those of its arguments.
+    assert size is None or isinstance(size, int)
+    return size

@@ -1,0 +1,63 @@
+"""What the storage tests share: real small file systems."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ssdtrain.storage.linux import filesystem_type
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """On a disk, also where /tmp is RAM."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        in_ram = filesystem_type(fd) == "tmpfs"
+    finally:
+        os.close(fd)
+    if not in_ram:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts file systems for the test: `mounted("tmpfs", "-o", "size=4m")` gives the directory."""
+    directories = []
+
+    def mount(kind, *options, source="none"):
+        if not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("mount") is None:
+            pytest.skip("mounting needs root")
+        directory = tmp_path / f"mount{len(directories)}"
+        directory.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", kind, *options, source, directory], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"mounting {kind}: {done.stderr.strip()}")
+        directories.append(directory)
+        return directory
+
+    yield mount
+    for directory in directories:
+        subprocess.run(["umount", "--lazy", directory], check=False)
+
+
+@pytest.fixture
+def small_ext4(mounted, tmp_path):
+    """The directory of a real ext4 of 24 MiB."""
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("mkfs.ext4 is not installed")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(24 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True, capture_output=True)
+    return mounted("ext4", "-o", "loop", source=image)

@@ -1,0 +1,150 @@
+"""Which store a config gives."""
+
+import errno
+import os
+import sys
+
+import pytest
+
+from ssdtrain import storage
+from ssdtrain.config import OffloadConfig
+from ssdtrain.errors import ConfigError, StoreError
+from ssdtrain.storage import DirectStore, HostStore, StripeStore, VerifyingStore, open_store
+
+from .helpers import open_descriptors
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two directories."""
+    directories = [tmp_path / "one", tmp_path / "two"]
+    for directory in directories:
+        directory.mkdir()
+    return directories
+
+
+@pytest.fixture
+def opened():
+    """`open_store` with the options as arguments; closes what it opened."""
+    stores = []
+
+    def open_with(**options):
+        stores.append(open_store(OffloadConfig(**options)))
+        return stores[-1]
+
+    yield open_with
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def refuse_direct(monkeypatch):
+    real = os.open
+
+    def refusing(path, flags, *rest, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+def refused_at(store, nbytes):
+    with pytest.raises(StoreError) as caught:
+        store.allocate(nbytes)
+    return caught.value
+
+
+def test_one_directory_gives_one_file(opened, tmp_path):
+    store = opened(spill_dir=tmp_path)
+    assert isinstance(store, DirectStore)
+    assert (store.backend, store.members) == ("direct", 1)
+
+
+def test_several_directories_are_striped(opened, two):
+    store = opened(spill_dir=two)
+    assert isinstance(store, StripeStore)
+    assert (store.backend, store.members) == ("direct", 2)
+
+
+def test_host_needs_no_directory(opened):
+    assert isinstance(opened(backend="host", spill_dir="/nowhere"), HostStore)
+
+
+def test_the_environment_names_directories(opened, two, monkeypatch):
+    monkeypatch.setenv("SSDTRAIN_SPILL_DIR", ":".join(map(str, two)))
+    assert opened().members == 2
+
+
+def test_verify_is_put_around(opened, two):
+    pytest.importorskip("xxhash")
+    store = opened(spill_dir=two, verify=True)
+    assert isinstance(store, VerifyingStore)
+    assert store.members == 2
+
+
+@pytest.mark.usefixtures("refuse_direct")
+def test_auto_takes_what_there_is(opened, tmp_path):
+    assert opened(spill_dir=tmp_path, backend="auto").backend == "buffered"
+
+
+@pytest.mark.usefixtures("refuse_direct")
+def test_direct_is_an_error_where_it_is_refused(opened, tmp_path):
+    with pytest.raises(ConfigError, match="refuses O_DIRECT"):
+        opened(spill_dir=tmp_path, backend="direct")
+
+
+def test_the_quota_is_shared_by_the_directories(opened, two):
+    store = opened(spill_dir=two, max_spill_bytes=4 * MIB)
+    assert [store.allocate(MIB).member for _ in range(4)] == [0, 1, 0, 1]
+    assert "max_spill_bytes allows 2097152 bytes here" in str(refused_at(store, MIB))
+
+
+def test_the_quota_holds_in_host_memory(opened):
+    store = opened(backend="host", max_spill_bytes="1MiB")
+    store.allocate(MIB)
+    assert refused_at(store, 1).errno == errno.ENOSPC
+
+
+def test_min_free_bytes_reach_the_store(opened, tmp_path):
+    assert "min_free_bytes" in str(refused_at(opened(spill_dir=tmp_path, min_free_bytes="1024TiB"), MIB))
+
+
+def test_the_first_directory_is_closed_when_the_second_fails(opened, two, monkeypatch):
+    first = DirectStore(two[0])
+    monkeypatch.setattr(storage, "DirectStore", lambda directory, **_options: {two[0]: first}[directory])
+    with pytest.raises(KeyError):
+        opened(spill_dir=two)
+    with pytest.raises(StoreError, match="closed"):
+        first.allocate(1)
+
+
+def test_a_second_directory_that_fails_leaves_no_descriptor(opened, two):
+    before = open_descriptors()
+    with pytest.raises(ConfigError, match="does not exist"):
+        opened(spill_dir=[two[0], two[1] / "missing"])
+    assert open_descriptors() == before
+
+
+def test_the_store_is_closed_when_verify_cannot_be(opened, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    before = open_descriptors()
+    with pytest.raises(ConfigError, match="xxhash"):
+        opened(spill_dir=tmp_path, verify=True)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("other", ["same", "dotted", "linked"])
+def test_a_directory_named_twice_is_refused(opened, tmp_path, other):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    second = {"same": "one", "dotted": "one/../one", "linked": "link"}[other]
+    with pytest.raises(ConfigError, match="are one directory"):
+        opened(spill_dir=[tmp_path / "one", tmp_path / second])
+
+
+def test_a_missing_directory_named_twice_is_refused_too(opened, tmp_path):
+    with pytest.raises(ConfigError, match="spill_dir"):
+        opened(spill_dir=[tmp_path / "missing", tmp_path / "missing"])
