@@ -1,16 +1,16 @@
 """A block: one storage that is kept, written, on disk, being read or restored. The unit of offloading.
 
 ```
-            queue full, failed or cancelled            wanted soon, or changed in place
-      ┌───────────────┬─────────────────┐ ┌──────────────┐
-      ▼               │                 │ │              │
-    KEPT ──────► QUEUED ─────► WRITING ─┴─┴──► WRITTEN ──┴──► SPILLED ◄────► READING ────► RESTORED
-                                                                 ▲  failed                    │
-                                                                 └────────────────────────────┘
+      cancelled      failed       wanted soon, or changed in place
+      ┌─────────┬──────────────┬──────────────┐
+      ▼         │              │              │           failed
+    KEPT ──► QUEUED ──────► WRITING ─────► WRITTEN ──► SPILLED ◄──► READING ──► RESTORED
+                                                          ▲                        │
+                                                          └────────────────────────┘
 ```
 
-Every state but READING may also move to FREED, when the last handle dies; a block that is being read or written then
-is freed when that ends.
+Every state may also move to FREED, when the last handle dies; a block that is being read or written then is
+freed when that ends.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class State(enum.Enum):
     FREED = "nowhere"
 
 
-IN_ORIGINAL_MEMORY = frozenset({State.KEPT, State.QUEUED, State.WRITING, State.WRITTEN})
-IN_STORE_QUEUE = frozenset({State.QUEUED, State.WRITING, State.WRITTEN})
+_IN_STORE_QUEUE = frozenset({State.QUEUED, State.WRITING, State.WRITTEN})
 
 _MOVES = {
     State.KEPT: {State.QUEUED, State.FREED},
@@ -100,6 +99,7 @@ class Block:
         storage: torch.UntypedStorage,
         span: Span,
         version: int,
+        *,
         transfer: Transfer,
         written: deque[Block],
         forward: Pass,
@@ -112,8 +112,8 @@ class Block:
         self.forward = forward
         self.index = forward.add(self)
         self.state = State.KEPT
-        # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose version
-        # counter tells of in-place changes.
+        # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose
+        # version counter tells of in-place changes.
         self.source: torch.UntypedStorage | None = storage
         self.saved: dict[int, Tensor] = {}
         self.extent: Extent | None = None
@@ -132,7 +132,7 @@ class Block:
         self.handles_made += 1
         self.handles += 1
         self.unread += 1
-        if self.state in IN_ORIGINAL_MEMORY:
+        if self.in_original_memory():
             self.saved[key] = tensor
         return key
 
@@ -146,6 +146,13 @@ class Block:
         """Change the state; the only place that does."""
         assert to in _MOVES[self.state], f"a block cannot move from {self.state} to {to}"
         self.state = to
+
+    def begin_reading(self) -> None:
+        """The bytes are nowhere in memory, and the caller is about to read them."""
+        assert self.on_disk_only()
+        if self.state is State.RESTORED:
+            self.move(State.SPILLED)
+        self.move(State.READING)
 
     def unchanged(self) -> bool:
         """Whether no saved tensor of this block was changed in place."""
@@ -162,6 +169,14 @@ class Block:
         doomed: list[object] = [self.restored, *self.release_original()]
         self.restored = None
         return doomed
+
+    def in_original_memory(self) -> bool:
+        """Whether the memory that was packed is still held."""
+        return self.state is State.KEPT or self.state in _IN_STORE_QUEUE
+
+    def in_store_queue(self) -> bool:
+        """Whether the store queue holds the memory."""
+        return self.state in _IN_STORE_QUEUE
 
     def on_disk_only(self) -> bool:
         """Whether the bytes are nowhere in memory, nor on their way."""

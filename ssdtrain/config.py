@@ -17,7 +17,7 @@ BACKENDS = ("auto", "direct", "host")
 ON_STORE_ERROR = ("keep", "raise")
 ON_FULL_QUEUE = ("keep", "wait")
 
-# By the Filesystem Hierarchy Standard, files in /var/tmp outlive a reboot: it is a disk where /tmp may be RAM.
+# By the Filesystem Hierarchy Standard, files in /var/tmp outlive a reboot: a disk, where /tmp may be RAM.
 DEFAULT_SPILL_DIR = "/var/tmp"  # noqa: S108 - spill files have no name, so nobody can squat on one
 
 _UNITS = {"": 1, "b": 1} | {
@@ -48,7 +48,8 @@ def parse_size(value: int | str, name: str) -> int:
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
-            raise ConfigError(f"{name}: {expected} (units: KiB, MiB, GiB, TiB, KB, MB, GB, TB), got {value!r}")
+            units = "KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+            raise ConfigError(f"{name}: {expected} (units: {units}), got {value!r}")
         value = int(float(match[1]) * _UNITS[match[2].lower()])
     if not 0 <= value <= _MAX_BYTES:
         raise ConfigError(f"{name}: {expected} between 0 and 2**60, got {value}")
@@ -99,19 +100,22 @@ class OffloadConfig:
     """When a write fails: "keep" the block in memory and warn once, or "raise" at the next saved tensor."""
 
     def __post_init__(self) -> None:
-        for name in ("min_tensor_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes", "max_spill_bytes"):
-            value = getattr(self, name)
-            if value is not None or name != "max_spill_bytes":
-                object.__setattr__(self, name, parse_size(value, name))
+        for name in ("min_tensor_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes"):
+            object.__setattr__(self, name, parse_size(getattr(self, name), name))
+        if self.max_spill_bytes is not None:
+            object.__setattr__(self, "max_spill_bytes", parse_size(self.max_spill_bytes, "max_spill_bytes"))
         for name, allowed in (
             ("backend", BACKENDS),
             ("on_store_error", ON_STORE_ERROR),
             ("on_full_queue", ON_FULL_QUEUE),
         ):
             if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name}: expected one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        if isinstance(self.io_threads, bool) or not isinstance(self.io_threads, int) or not 1 <= self.io_threads <= 64:
-            raise ConfigError(f"io_threads: expected a whole number from 1 to 64, got {self.io_threads!r}")
+                raise ConfigError(
+                    f"{name}: expected one of {', '.join(allowed)}; got {getattr(self, name)!r}"
+                )
+        threads = self.io_threads
+        if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
+            raise ConfigError(f"io_threads: expected a whole number from 1 to 64, got {threads!r}")
         if not isinstance(self.verify, bool):
             raise ConfigError(f"verify: expected true or false, got {self.verify!r}")
         object.__setattr__(self, "spill_dir", _paths(self.spill_dir))

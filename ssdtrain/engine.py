@@ -1,16 +1,18 @@
-"""Writes blocks behind the forward pass and reads them ahead of the backward pass, within byte budgets.
+"""Writes blocks behind the forward pass and reads them ahead of the backward pass.
 
 [Note: Who may let go of memory]
-An in-place operation bumps a tensor's version after it has changed the bytes. A worker that looks at the version when
-its write ends can therefore miss a change that is half done. So a worker never lets go of the original memory: it
-hands the block back through `Block.written`, and the thread that packed the block lets go (`settle`) the next time
-that it packs or unpacks. Then no operation of that thread is under way, and an unchanged version means that the bytes
-on disk are the saved ones. If the version did move, the block is kept, and backward raises as torch does.
+An in-place operation bumps a tensor's version after it has changed the bytes. A worker that looks at the
+version when its write ends can therefore miss a change that is half done. So a worker never lets go of the
+original memory: it hands the block back through `Block.written`, and the thread that packed the block lets go
+(`settle`) the next time that it packs or unpacks. Then no operation of that thread is under way, and an
+unchanged version means that the bytes on disk are the saved ones. If the version did move, the block is kept,
+and backward raises as torch does.
 
 [Note: Dying handles]
-A handle can die anywhere: in backward, or in a garbage collection that starts inside one of the critical sections
-below. `release` therefore only appends to a queue, and works the queue off only if it gets the lock without waiting.
-Extents are given back by the next ordinary call, since a store has locks of its own.
+A handle can die anywhere: in backward, or in a garbage collection that starts inside one of the critical
+sections below. `release` therefore only appends to a queue, and works the queue off only if it gets the lock
+without waiting. Extents are given back by the next ordinary call, since a store has locks of its own. Memory
+that is let go is dropped outside the lock too: unmapping takes a while. Methods that collect it return it.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ssdtrain.block import IN_ORIGINAL_MEMORY, IN_STORE_QUEUE, Block, Handle, State
+from ssdtrain.block import Block, Handle, State
+from ssdtrain.budgets import ReadAhead, StoreQueue
 from ssdtrain.errors import ActivationLostError, SSDTrainError, StoreError
-from ssdtrain.saved import Geometry
+from ssdtrain.stats import OffloadStats
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     from ssdtrain.config import OffloadConfig
     from ssdtrain.device.base import Transfer
-    from ssdtrain.schedule import Pass
+    from ssdtrain.saved import Geometry
     from ssdtrain.storage.base import Extent, SpillStore
 
 __all__ = ["Engine"]
@@ -58,8 +61,6 @@ class Engine:
         assert isinstance(config.store_queue_bytes, int)
         assert isinstance(config.prefetch_bytes, int)
         self._store = store
-        self._queue_limit = config.store_queue_bytes
-        self._ahead_limit = config.prefetch_bytes
         self._wait_when_full = config.on_full_queue == "wait"
         self._raise_store_errors = config.on_store_error == "raise"
         self._pid = os.getpid()
@@ -67,24 +68,20 @@ class Engine:
         self._lock = threading.Lock()  # guards everything below, and the blocks
         self._work = threading.Condition(self._lock)  # a worker may have something to do
         self._done = threading.Condition(self._lock)  # a write or a read has ended
-        self._stores: deque[Block] = deque()
-        self._reads: deque[Block] = deque()
-        self._unwritten = 0  # stores queued or running
-        self._queued_bytes = 0  # of blocks in the store queue, until their memory is let go
-        # Blocks read ahead that backward has not asked for, oldest first, and their bytes.
-        self._ahead: dict[Block, None] = {}
-        self._ahead_bytes = 0
+        self._queue = StoreQueue(config.store_queue_bytes)
+        self._ahead = ReadAhead(config.prefetch_bytes)
         self._live_blocks = 0
         self._counters: Counter[str] = Counter()
         self._stall_seconds = 0.0
-        self._store_error: StoreError | None = None
+        self._store_error: StoreError | None = None  # the first, or the first since one was raised
+        self._warned = False
         self._crash: BaseException | None = None
         self._closing = False
 
-        # These two need no lock: a deque's append and popleft are atomic.
-        self._dead: deque[tuple[Block, int, bool]] = deque()  # see [Note: Dying handles]
-        self._freed: deque[Extent] = deque()
-        self._idle: deque[Transfer] = deque()  # a forward pass has no blocks left: their memory is to be trimmed
+        # These need no lock: a deque's append and popleft are atomic.
+        self._dead: deque[tuple[Block, int, bool]] = deque()  # handles, see [Note: Dying handles]
+        self._freed: deque[Extent] = deque()  # to be given back to the store
+        self._idle: deque[Transfer] = deque()  # to be trimmed: a forward pass has no blocks left
 
         self._workers = [
             threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
@@ -111,13 +108,13 @@ class Engine:
         """
         with self._lock:
             doomed = self._bury()
-            if block.state is State.FREED:
-                return None
-            key = block.join(tensor)
-            self._live_blocks += block.handles == 1
-            self._counters["blocks_deduplicated"] += block.handles > 1
+            gone = block.state is State.FREED
+            if not gone:
+                key = block.join(tensor)
+                self._live_blocks += block.handles == 1
+                self._counters["blocks_deduplicated"] += block.handles > 1
         del doomed
-        return Handle(self, block, key, geometry)
+        return None if gone else Handle(self, block, key, geometry)
 
     def store(self, block: Block) -> None:
         """Queue a new block to be written, if the queue has room; otherwise keep it, or wait for room.
@@ -126,20 +123,18 @@ class Engine:
             StoreError: An earlier write failed, and the config says raise.
         """
         with self._lock:
-            doomed = self._bury()
+            doomed = self._bury() + self._settle(block.written)
             self._check_stores()
             if self._wait_when_full:
-                self._wait(lambda: self._has_room(block, doomed) or self._unwritten == 0)
-            if self._wait_when_full or self._has_room(block, doomed):
-                block.move(State.QUEUED)
-                self._stores.append(block)
-                self._unwritten += 1
-                self._queued_bytes += block.span.nbytes
+                self._wait(lambda: self._room_after_settling(block, doomed))
+            if self._wait_when_full or self._queue.has_room(block):
+                self._queue.put(block)
                 self._work.notify()
             else:
                 self._counters["blocks_kept"] += 1
-        del doomed
+        doomed.clear()
         self._sweep()
+        self._report()
 
     def settle(self, written: deque[Block]) -> None:
         """Let go of the memory of blocks whose write has ended. See [Note: Who may let go of memory].
@@ -160,36 +155,37 @@ class Engine:
             StoreError: A write failed, and the config says raise.
         """
         with self._lock:
-            self._wait(lambda: self._unwritten == 0)
+            self._wait(lambda: self._queue.unwritten == 0)
             doomed = self._settle(written)
             self._check_stores()
         del doomed
         self._sweep()
+        self._report()
 
-    def _has_room(self, block: Block, doomed: list[object]) -> bool:
+    def _room_after_settling(self, block: Block, doomed: list[object]) -> bool:
         doomed += self._settle(block.written)
-        # A block larger than the queue passes through it alone.
-        return self._queued_bytes == 0 or self._queued_bytes + block.span.nbytes <= self._queue_limit
+        # With nothing left to write, the queue is full of what other threads are yet to settle.
+        return self._queue.has_room(block) or self._queue.unwritten == 0
 
     def _settle(self, written: deque[Block]) -> list[object]:
         doomed: list[object] = []
         while written:
             block = written.popleft()
             if block.state is not State.WRITTEN:
-                continue
+                continue  # freed
             if block.wanted or not block.unchanged():
                 block.move(State.KEPT)
                 self._give_back(block)
             else:
                 block.move(State.SPILLED)
                 doomed += block.release_original()
-            self._queued_bytes -= block.span.nbytes
+            self._queue.let_go(block)
         return doomed
 
     # Backward.
 
     def fetch(self, handle: Handle, *, in_backward: bool) -> Tensor | torch.UntypedStorage:
-        """What a handle stands for: the saved tensor itself if memory still has it, else the restored storage.
+        """What a handle stands for: the saved tensor if memory still has it, else the restored storage.
 
         Args:
             handle: From `share`.
@@ -205,9 +201,14 @@ class Engine:
                 handle.block.forward.ask(handle.block.index)
             found = self._find(handle)
             if in_backward:
-                self._read_ahead(handle.block.forward)
+                for block in self._ahead.extend(handle.block.forward):
+                    self._counters["blocks_forwarded"] += block.state is State.QUEUED
+                    self._spare(block)
+                if self._ahead.waiting:
+                    self._work.notify_all()
         del doomed
         self._sweep()
+        self._report()
         return self._read_now(handle) if found is None else found
 
     def _find(self, handle: Handle) -> Tensor | torch.UntypedStorage | None:
@@ -215,7 +216,7 @@ class Engine:
         block = handle.block
         if block.state is State.READING:
             self._wait(lambda: block.state is not State.READING)
-        if block.state in IN_ORIGINAL_MEMORY:
+        if block.in_original_memory():
             tensor = block.saved[handle.key]
             self._mark_read(handle)
             self._counters["blocks_forwarded"] += block.state is not State.KEPT
@@ -226,7 +227,7 @@ class Engine:
             self._counters["prefetch_hits"] += block in self._ahead
             self._mark_read(handle)
             return storage
-        self._begin_reading(block)
+        block.begin_reading()
         self._counters["prefetch_misses"] += 1
         return None
 
@@ -234,22 +235,16 @@ class Engine:
         block = handle.block
         block.unread -= not handle.read
         handle.read = True
-        self._leave_ahead(block)
+        self._ahead.discard(block)
         if block.unread == 0:
             block.restored = None  # the caller has it; from here on it is only watched
 
     def _spare(self, block: Block) -> None:
         """Neither write nor let go of what backward is about to use."""
         if block.state is State.QUEUED:
-            block.move(State.KEPT)
-            self._leave_queue(block)
+            self._cancel(block, State.KEPT)
         elif block.state is not State.KEPT and block.unread:
             block.wanted = True
-
-    def _begin_reading(self, block: Block) -> None:
-        if block.state is State.RESTORED:
-            block.move(State.SPILLED)
-        block.move(State.READING)
 
     def _read_now(self, handle: Handle) -> torch.UntypedStorage:
         """Read on the calling thread: it has nothing else to do, and no other thread has to wake up."""
@@ -261,7 +256,7 @@ class Engine:
         return storage
 
     def _read(self, block: Block) -> torch.UntypedStorage:
-        """Fill memory from the store. The block is READING, and then RESTORED or, on failure, SPILLED again."""
+        """Fill memory from the store. The block is READING, then RESTORED or, on failure, SPILLED again."""
         assert block.extent is not None
         storage = None
         try:
@@ -278,7 +273,7 @@ class Engine:
             with self._lock:
                 if storage is None:
                     block.move(State.SPILLED)
-                    self._leave_ahead(block)
+                    self._ahead.discard(block)
                 else:
                     block.move(State.RESTORED)
                     block.hold_restored(storage)
@@ -288,45 +283,6 @@ class Engine:
             del doomed
         return storage
 
-    # Reading ahead.
-
-    def _read_ahead(self, forward: Pass) -> None:
-        """Queue reads in the expected order, as far as the budget goes."""
-        while (block := forward.next()) is not None:
-            if block.state in IN_STORE_QUEUE:
-                self._counters["blocks_forwarded"] += block.state is State.QUEUED
-                self._spare(block)
-            elif block.on_disk_only():
-                if not self._has_room_ahead(block):
-                    return
-                self._reads.append(block)
-                self._ahead[block] = None
-                self._ahead_bytes += block.span.nbytes
-                self._work.notify()
-            forward.advance()
-
-    def _has_room_ahead(self, block: Block) -> bool:
-        """Whether a block fits the prefetch budget, if need be after wrong guesses have been dropped."""
-        if self._fits_ahead(block):
-            return True
-        for other in list(self._ahead):
-            if other.state is not State.READING and (
-                other.forward is not block.forward or other.forward.passed(other.index)
-            ):
-                other.restored = None
-                self._leave_ahead(other)
-        return self._fits_ahead(block)
-
-    def _fits_ahead(self, block: Block) -> bool:
-        # A block larger than the budget is read ahead alone.
-        fits = self._ahead_bytes + block.span.nbytes <= self._ahead_limit
-        return fits or (self._ahead_bytes == 0 and self._ahead_limit > 0)
-
-    def _leave_ahead(self, block: Block) -> None:
-        if block in self._ahead:
-            del self._ahead[block]
-            self._ahead_bytes -= block.span.nbytes
-
     # Worker threads.
 
     def _run(self) -> None:
@@ -335,7 +291,7 @@ class Engine:
                 job()
                 del job  # a waiting thread must not keep a block alive
                 self._sweep()
-        except BaseException as error:  # noqa: BLE001 - whatever ended the thread is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for this thread
             with self._lock:
                 self._crash = error
                 self._done.notify_all()
@@ -344,16 +300,10 @@ class Engine:
         """Wait for a read, else a store; None when closing."""
         with self._lock:
             while not self._closing:
-                while self._reads:
-                    block = self._reads.popleft()
-                    if block in self._ahead and block.on_disk_only():
-                        self._begin_reading(block)
-                        return partial(self._read_for_later, block)
-                while self._stores:
-                    block = self._stores.popleft()
-                    if block.state is State.QUEUED:
-                        block.move(State.WRITING)
-                        return partial(self._write, block)
+                if (block := self._ahead.take()) is not None:
+                    return partial(self._read_for_later, block)
+                if (block := self._queue.take()) is not None:
+                    return partial(self._write, block)
                 if self._idle:
                     return self._sweep
                 self._work.wait()
@@ -378,7 +328,7 @@ class Engine:
             error = failure
         with self._lock:
             block.extent = extent
-            self._unwritten -= 1
+            self._queue.unwritten -= 1
             if error is None:
                 self._counters["blocks_offloaded"] += 1
                 self._counters["bytes_written"] += block.span.nbytes
@@ -387,20 +337,12 @@ class Engine:
             else:
                 block.move(State.KEPT)
                 self._give_back(block)
-                self._queued_bytes -= block.span.nbytes
+                self._queue.let_go(block)
                 self._counters["store_failures"] += 1
-                first = self._counters["store_failures"] == 1
                 self._store_error = self._store_error or error
             doomed = self._free(block) if block.handles == 0 else []
             self._done.notify_all()
         del doomed
-        if error is not None and first and not self._raise_store_errors:
-            warnings.warn(
-                f"ssdtrain keeps activations in memory that it could not write: {error}. Further failures are "
-                "only counted, in stats.store_failures.",
-                RuntimeWarning,
-                stacklevel=1,
-            )
 
     # The ends of blocks.
 
@@ -417,7 +359,7 @@ class Engine:
             del doomed
 
     def _bury(self) -> list[object]:
-        """Work off the handles that have died; the caller drops what is returned after it has left the lock."""
+        """Work off the handles that have died; the caller drops what is returned outside the lock."""
         doomed: list[object] = []
         while self._dead:
             block, key, read = self._dead.popleft()
@@ -433,22 +375,21 @@ class Engine:
         if block.state in {State.WRITING, State.READING}:
             return []  # freed when that has ended
         if block.state is State.QUEUED:
-            self._leave_queue(block)
-        elif block.state is State.WRITTEN:
-            self._queued_bytes -= block.span.nbytes
-        self._leave_ahead(block)
+            self._cancel(block, State.FREED)
+        else:
+            if block.state is State.WRITTEN:
+                self._queue.let_go(block)
+            block.move(State.FREED)
+        self._ahead.discard(block)
         self._give_back(block)
-        block.move(State.FREED)
         self._live_blocks -= 1
         if block.forward.forget():
             self._idle.append(block.transfer)
             self._work.notify()
         return block.release_all()
 
-    def _leave_queue(self, block: Block) -> None:
-        """A store was cancelled; its entry in the queue is skipped."""
-        self._unwritten -= 1
-        self._queued_bytes -= block.span.nbytes
+    def _cancel(self, block: Block, to: State) -> None:
+        self._queue.cancel(block, to)
         self._done.notify_all()
 
     def _give_back(self, block: Block) -> None:
@@ -470,6 +411,10 @@ class Engine:
         began = time.perf_counter()
         while not until():
             self._check_workers()
+            if not self._closing and not all(worker.is_alive() for worker in self._workers):
+                raise SSDTrainError(
+                    "an I/O thread of ssdtrain is gone; after a fork it lives in the parent only"
+                )
             self._done.wait(_HEARTBEAT_SECONDS)
         self._stall_seconds += time.perf_counter() - began
 
@@ -483,20 +428,31 @@ class Engine:
             error, self._store_error = self._store_error, None
             raise error
 
-    def snapshot(self) -> dict[str, int | float | str]:
-        """Counters, by the names in `OffloadStats`."""
+    def _report(self) -> None:
+        """Warn of the first failed write, on a thread of the user's: there a filter may make it an error."""
+        if self._store_error is not None and not self._warned and not self._raise_store_errors:
+            self._warned = True
+            warnings.warn(
+                f"ssdtrain keeps activations in memory that it could not write: {self._store_error}. Further "
+                "failures are only counted, in stats.store_failures.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def snapshot(self) -> OffloadStats:
+        """Counters, as of now."""
         with self._lock:
             doomed = self._bury()
         del doomed
         self._sweep()
         with self._lock:
-            return {
+            return OffloadStats(
                 **self._counters,
-                "stall_seconds": self._stall_seconds,
-                "live_blocks": self._live_blocks,
-                "live_bytes_on_disk": self._store.live_bytes,
-                "backend": self._store.backend,
-            }
+                stall_seconds=self._stall_seconds,
+                live_blocks=self._live_blocks,
+                live_bytes_on_disk=self._store.live_bytes,
+                backend=self._store.backend,
+            )
 
     def close(self) -> None:
         """Stop the workers, after what they are doing, and close the store. Idempotent.
@@ -505,12 +461,8 @@ class Engine:
         """
         with self._lock:
             self._closing = True
-            while self._stores:
-                block = self._stores.popleft()
-                if block.state is State.QUEUED:
-                    block.move(State.KEPT)
-                    self._leave_queue(block)
-            self._reads.clear()
+            self._queue.cancel_all()
+            self._ahead.stop()
             self._work.notify_all()
         for worker in self._workers:
             if worker is not threading.current_thread():
@@ -519,8 +471,10 @@ class Engine:
 
     def close_from_finalizer(self) -> None:
         """Close, when a garbage collection asks for it: perhaps on a worker, perhaps inside the lock."""
-        inside = threading.current_thread() in self._workers or not self._lock.acquire(timeout=_HEARTBEAT_SECONDS)
-        if inside:
+        if os.getpid() != self._pid:
+            return
+        on_worker = threading.current_thread() in self._workers
+        if on_worker or not self._lock.acquire(timeout=_HEARTBEAT_SECONDS):
             threading.Thread(target=self.close, name="ssdtrain-close", daemon=True).start()
         else:
             self._lock.release()

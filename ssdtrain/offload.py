@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class OffloadActivations(saved_tensors_hooks):
         self._session = session = _Session(model, OffloadConfig.of(config, options))
         super().__init__(session.pack, session.unpack)
 
-    def __enter__(self) -> OffloadActivations:
+    def __enter__(self) -> Self:  # type: ignore[override]  # the base class returns nothing
         """Begin a forward pass.
 
         Raises:
@@ -125,7 +125,9 @@ class _Session:
         self._pid = os.getpid()
         self._closed = False
         self._schedule = Schedule()
-        self._transfers: dict[str, Transfer] = {"cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * config.prefetch_bytes))}
+        self._transfers: dict[str, Transfer] = {
+            "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * config.prefetch_bytes))
+        }
         self._warned: set[str] = set()
         self._blocks = _BlockTable()
         self._engine = Engine(open_store(config), config)
@@ -190,7 +192,14 @@ class _Session:
         thread = self._thread
         if thread.forward is None or thread.forward.begun_backward:
             thread.forward = Pass(self._schedule)
-        block = Block(storage, span, tensor._version, transfer, thread.written, thread.forward)
+        block = Block(
+            storage,
+            span,
+            tensor._version,
+            transfer=transfer,
+            written=thread.written,
+            forward=thread.forward,
+        )
         handle = self._engine.share(block, geometry, tensor)
         assert handle is not None
         self._blocks.add(storage, block)
@@ -211,7 +220,7 @@ class _Session:
         return packed.geometry.view(found)
 
     def stats(self) -> OffloadStats:
-        return OffloadStats(**self._engine.snapshot())
+        return self._engine.snapshot()
 
     def synchronize(self) -> None:
         self._engine.synchronize(self._thread.written)

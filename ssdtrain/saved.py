@@ -42,7 +42,7 @@ class Geometry(NamedTuple):
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.is_conj(),
             tensor.is_neg(),
         )
@@ -128,7 +128,7 @@ class ModelStorages:
         storages = [weight.untyped_storage() for weight in weights]
         self._refs = {id(storage): weakref.ref(storage) for storage in storages}
         shapes = {weight.shape for weight in weights if weight.dim() > 1}
-        self._weight_shapes = frozenset(shapes | {shape[:-2] + (shape[-1], shape[-2]) for shape in shapes})
+        self._weight_shapes = frozenset(shapes | {shape[:-2] + shape[:-3:-1] for shape in shapes})
 
     @staticmethod
     def _weights(model: nn.Module) -> Iterator[Tensor]:
@@ -171,8 +171,9 @@ class ModelStorages:
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors with memory behind a parameter, which may be a subclass that wraps several."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        for name in wrapper.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
             if isinstance(inner, Tensor):
                 yield from _leaves(inner)

@@ -70,11 +70,12 @@ class Pass:
         return last is not None and self._position.get(index, -1) < self._position.get(last, -1)
 
     def forget(self) -> bool:
-        """One block less; with the last one the order is learnt. Returns whether it was the last."""
+        """One block less; with the last one the order is learnt. Returns whether backward has ended so."""
         self.live -= 1
-        if self.live == 0 and self._asked:
+        ended = self.live == 0 and self.begun_backward
+        if ended:
             self._schedule.learn(self.shape, list(self._asked))
-        return self.live == 0
+        return ended
 
 
 class Schedule:

@@ -1,0 +1,146 @@
+"""Two budgets in bytes: what waits for the disk, and what is read ahead of backward.
+
+Both are plain data, guarded by the engine's lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ssdtrain.block import Block, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ssdtrain.schedule import Pass
+
+__all__ = ["ReadAhead", "StoreQueue"]
+
+
+class StoreQueue:
+    """Blocks to be written, and the memory that they hold until they are let go.
+
+    Args:
+        limit: Most bytes held. A block larger than that passes alone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._blocks: deque[Block] = deque()
+        self._held_bytes = 0  # of blocks that are QUEUED, WRITING or WRITTEN
+        self.unwritten = 0  # blocks that are QUEUED or WRITING
+
+    def has_room(self, block: Block) -> bool:
+        """Whether a block may join."""
+        return self._held_bytes == 0 or self._held_bytes + block.span.nbytes <= self._limit
+
+    def put(self, block: Block) -> None:
+        """Queue a block."""
+        block.move(State.QUEUED)
+        self._blocks.append(block)
+        self._held_bytes += block.span.nbytes
+        self.unwritten += 1
+
+    def take(self) -> Block | None:
+        """The next block, now being written."""
+        while self._blocks:
+            block = self._blocks.popleft()
+            if block.state is State.QUEUED:  # else it was cancelled, and left its place here
+                block.move(State.WRITING)
+                return block
+        return None
+
+    def cancel(self, block: Block, to: State) -> None:
+        """A queued block is not to be written."""
+        assert block.state is State.QUEUED
+        block.move(to)
+        self.unwritten -= 1
+        self.let_go(block)
+
+    def let_go(self, block: Block) -> None:
+        """A block holds no memory on behalf of the queue any more."""
+        self._held_bytes -= block.span.nbytes
+
+    def cancel_all(self) -> None:
+        """No block is to be written any more."""
+        while self._blocks:
+            block = self._blocks.popleft()
+            if block.state is State.QUEUED:
+                self.cancel(block, State.KEPT)
+
+
+class ReadAhead:
+    """Blocks read, or to be read, before backward asks for them.
+
+    Args:
+        limit: Most bytes of them. A block larger than that is read ahead alone; 0 reads nothing ahead.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._blocks: dict[Block, None] = {}  # in the order in which they were queued
+        self._bytes = 0
+        self._to_read: deque[Block] = deque()
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._blocks
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be something to read."""
+        return bool(self._to_read)
+
+    def extend(self, forward: Pass) -> Iterator[Block]:
+        """Queue what backward is expected to ask for, as far as the budget goes.
+
+        Yields:
+            Blocks on the way whose bytes are still in the store queue: they need no read, only to be spared.
+        """
+        while (block := forward.next()) is not None:
+            if block.in_store_queue():
+                yield block
+            elif block.on_disk_only():
+                if not self._fits(block) and not (self._drop_wrong_guesses(forward) and self._fits(block)):
+                    return
+                self._blocks[block] = None
+                self._bytes += block.span.nbytes
+                self._to_read.append(block)
+            forward.advance()
+
+    def take(self) -> Block | None:
+        """The next block to read, now being read."""
+        while self._to_read:
+            block = self._to_read.popleft()
+            if block in self._blocks and block.on_disk_only():
+                block.begin_reading()
+                return block
+        return None
+
+    def discard(self, block: Block) -> None:
+        """Backward has asked for a block, or never will."""
+        if block in self._blocks:
+            del self._blocks[block]
+            self._bytes -= block.span.nbytes
+
+    def stop(self) -> None:
+        """Read nothing more ahead."""
+        self._to_read.clear()
+        self._limit = 0
+
+    def _fits(self, block: Block) -> bool:
+        alone = self._bytes == 0 and self._limit > 0
+        return alone or self._bytes + block.span.nbytes <= self._limit
+
+    def _drop_wrong_guesses(self, forward: Pass) -> bool:
+        """Let go of blocks that backward has passed by, or that belong to another pass."""
+        wrong = [
+            block
+            for block in self._blocks
+            if block.state is not State.READING
+            and (block.forward is not forward or block.forward.passed(block.index))
+        ]
+        for block in wrong:
+            block.restored = None
+            self.discard(block)
+        return bool(wrong)
