@@ -9,6 +9,7 @@ rounds is reported: what else the disk and the machine do then weighs on both si
 What makes the two comparable:
 
 - Both go past the page cache (O_DIRECT; the engine refuses to start without it), one system call a block.
+- The engine is driven by autograd through `OffloadActivations`, so that it is asked as training asks it.
 - Both files were written once before the first measured round: a first write into preallocated blocks costs extra.
 - The engine's tensors lie as torch's allocator puts them, 64 bytes into a page; fio's buffers are page-aligned.
 - Writing ends when the last block is on disk. Reading begins with nothing in memory, in the order in which backward
@@ -26,21 +27,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ssdtrain.block import Block, Handle
-from ssdtrain.config import OffloadConfig, parse_size
-from ssdtrain.device.cpu import CpuTransfer
-from ssdtrain.engine import Engine
-from ssdtrain.errors import ConfigError
-from ssdtrain.memory.pool import BufferPool
-from ssdtrain.saved import Geometry, Span
-from ssdtrain.schedule import Pass, Schedule
-from ssdtrain.storage import DirectStore
+import ssdtrain
+from ssdtrain.config import parse_size
 
 DIRECTIONS = ("write", "read")
 
@@ -52,8 +46,27 @@ class Sample(NamedTuple):
     fio: float
 
 
+class Save(torch.autograd.Function):
+    """Has a block saved in the forward pass, and asks for it in the backward pass. Computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, carry: Tensor, block: Tensor, check: bool) -> Tensor:
+        """Save the block."""
+        ctx.save_for_backward(block)
+        ctx.expected = block if check else None
+        return carry.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Ask for the block, and let go of it at once."""
+        (restored,) = ctx.saved_tensors
+        if ctx.expected is not None and not torch.equal(restored, ctx.expected):
+            sys.exit("engine_throughput: error: a block came back with other bytes")
+        return gradient, None, None
+
+
 class EngineSide:
-    """The engine as `ssdtrain/offload.py` sets it up, and the same calls in the same order.
+    """The engine, driven by autograd as in training.
 
     Args:
         directory: Where the spill file lies.
@@ -62,56 +75,45 @@ class EngineSide:
         threads: I/O threads.
     """
 
-    def __init__(self, directory: str, block_bytes: int, blocks: int, threads: int) -> None:
-        # A full queue waits: every block has to get to the disk, as with fio.
-        config = OffloadConfig(io_threads=threads, on_full_queue="wait")
-        assert isinstance(config.prefetch_bytes, int)
-        self._engine = Engine(DirectStore(directory, direct=True), config)
-        self._transfer = CpuTransfer(BufferPool(4 * config.prefetch_bytes))
-        self._schedule = Schedule()
+    def __init__(self, directory: Path, block_bytes: int, blocks: int, threads: int) -> None:
+        self._offload = ssdtrain.OffloadActivations(
+            spill_dir=directory,
+            backend="direct",
+            io_threads=threads,
+            min_tensor_bytes=block_bytes,
+            # Every block has to get to the disk, as with fio.
+            on_full_queue="wait",
+        )
         # Random, because some disks are faster with zeros. fio's buffers are random too.
         self._tensors = [torch.empty(block_bytes, dtype=torch.uint8).random_() for _ in range(blocks)]
+        self._total = block_bytes * blocks
 
-    def write(self) -> tuple[list[Handle], float]:
-        """Store every tensor; returns handles and bytes a second."""
-        handles: list[Handle] = []
-        written: deque[Block] = deque()
-        forward = Pass(self._schedule)
+    def write(self, *, check: bool = False) -> float:
+        """Store every tensor; returns bytes a second."""
+        before = self._offload.stats.bytes_written
+        carry = torch.zeros(1, requires_grad=True)
         began = time.perf_counter()
-        for tensor in self._tensors:
-            self._engine.settle(written)
-            storage, geometry = tensor.untyped_storage(), Geometry.of(tensor)
-            span = Span.of(storage, geometry)
-            block = Block(
-                storage, span, tensor._version, transfer=self._transfer, written=written, forward=forward
-            )
-            handle = self._engine.share(block, geometry, tensor.detach())
-            assert handle is not None
-            handles.append(handle)
-            self._engine.store(block)
-        self._engine.synchronize(written)
-        return handles, self._bytes / (time.perf_counter() - began)
+        with self._offload:
+            for tensor in self._tensors:
+                carry = Save.apply(carry, tensor, check)
+        self._offload.synchronize()
+        seconds = time.perf_counter() - began
+        assert self._offload.stats.bytes_written - before == self._total
+        self._graph = carry
+        return self._total / seconds
 
-    def read(self, handles: list[Handle], *, check: bool = False) -> float:
-        """Load every block, last stored first, and let go of it; returns bytes a second."""
-        expected = list(self._tensors)
+    def read(self) -> float:
+        """Load what `write` stored, last block first, and let go of each at once; returns bytes a second."""
+        before = self._offload.stats.bytes_read
         began = time.perf_counter()
-        while handles:
-            handle = handles.pop()
-            found = self._engine.fetch(handle, in_backward=True)
-            assert isinstance(found, torch.UntypedStorage), "nothing of it may be in memory"
-            self._transfer.deliver(found)
-            restored = handle.geometry.view(found)
-            assert not check or torch.equal(restored, expected.pop())
-        return self._bytes / (time.perf_counter() - began)
+        self._graph.backward()
+        seconds = time.perf_counter() - began
+        assert self._offload.stats.bytes_read - before == self._total
+        return self._total / seconds
 
     def close(self) -> None:
         """Stop the threads and give the disk's room back."""
-        self._engine.close()
-
-    @property
-    def _bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
+        self._offload.close()
 
 
 def run_fio(file: Path, direction: str, block_bytes: int, total: int, jobs: int) -> float:
@@ -151,22 +153,22 @@ def measure(folder: Path, block_bytes: int, options: argparse.Namespace) -> dict
     file = folder / "fio"
     with file.open("wb") as handle:
         os.posix_fallocate(handle.fileno(), 0, total)
-    engine = EngineSide(os.fspath(folder), block_bytes, blocks, jobs)
+    engine = EngineSide(folder, block_bytes, blocks, jobs)
     samples: dict[str, list[Sample]] = {direction: [] for direction in DIRECTIONS}
     try:
         # Not measured: writes both files for the first time, faults in the memory, and compares the bytes.
         run_fio(file, "write", block_bytes, total, jobs)
-        engine.read(engine.write()[0], check=True)
+        engine.write(check=True)
+        engine.read()
         for number in range(options.rounds):
-            # Back and forth, so that no side profits from coming second.
-            fio = {}
-            if number % 2:
-                fio = {name: run_fio(file, name, block_bytes, total, jobs) for name in DIRECTIONS}
-            handles, written = engine.write()
-            read = engine.read(handles)
-            fio = fio or {name: run_fio(file, name, block_bytes, total, jobs) for name in DIRECTIONS}
-            samples["write"].append(Sample(written, fio["write"]))
-            samples["read"].append(Sample(read, fio["read"]))
+            for direction, run_engine in zip(DIRECTIONS, (engine.write, engine.read), strict=True):
+                # Close together, and each first in turn.
+                if number % 2:
+                    fio = run_fio(file, direction, block_bytes, total, jobs)
+                engine_rate = run_engine()
+                if not number % 2:
+                    fio = run_fio(file, direction, block_bytes, total, jobs)
+                samples[direction].append(Sample(engine_rate, fio))
     finally:
         engine.close()
         file.unlink()
@@ -199,19 +201,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "--dir", type=Path, default=OffloadConfig().directories[0], help="directory on the SSD (%(default)s)"
+        "--dir",
+        type=Path,
+        default=ssdtrain.OffloadConfig().directories[0],
+        help="directory on the SSD (%(default)s)",
     )
     parser.add_argument("--sizes", nargs="+", default=["1MiB", "4MiB", "16MiB"], help="block sizes")
     parser.add_argument("--total", default="512MiB", help="bytes of each measured run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (%(default)s)")
-    parser.add_argument("--threads", type=int, default=OffloadConfig().io_threads, help="I/O threads (%(default)s)")
-    parser.add_argument("--at-least", type=float, metavar="RATIO", help="exit with 1 if any ratio is below it")
+    parser.add_argument(
+        "--threads", type=int, default=ssdtrain.OffloadConfig().io_threads, help="I/O threads (%(default)s)"
+    )
+    parser.add_argument(
+        "--at-least", type=float, metavar="RATIO", help="exit with 1 if any ratio is below it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a JSON file")
     options = parser.parse_args(arguments)
     try:
         options.sizes = [parse_size(size, "--sizes") for size in options.sizes]
         options.total = parse_size(options.total, "--total")
-    except ConfigError as error:
+    except ssdtrain.ConfigError as error:
         parser.error(str(error))
     if options.rounds < 1 or options.threads < 1 or min(options.sizes) < 4096:
         parser.error("--rounds and --threads: expected at least 1; --sizes: expected at least 4096")
@@ -233,7 +242,9 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append(summarise(block_bytes, direction, samples))
                 print(table_row(rows[-1]), flush=True)
     load = os.getloadavg()[0]
-    print(f"{options.threads} threads, {options.total} bytes a run, {options.rounds} rounds, load average {load:.2f}")
+    print(
+        f"{options.threads} threads, {options.total} bytes a run, {options.rounds} rounds, load average {load:.2f}"
+    )
     if options.json is not None:
         document = {
             "threads": options.threads,

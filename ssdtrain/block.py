@@ -49,6 +49,9 @@ class State(enum.Enum):
 
 _IN_STORE_QUEUE = frozenset({State.QUEUED, State.WRITING, State.WRITTEN})
 
+# The version of a tensor that nobody has changed in place.
+_AS_READ = 0
+
 _MOVES = {
     State.KEPT: {State.QUEUED, State.FREED},
     State.QUEUED: {State.WRITING, State.KEPT, State.FREED},
@@ -119,8 +122,8 @@ class Block:
         self.extent: Extent | None = None
         # The restored memory: held here while a handle is yet to ask for it, afterwards only watched, so that
         # views that are alive at the same time share it.
-        self.restored: torch.UntypedStorage | None = None
-        self._watched: weakref.ref[torch.UntypedStorage] | None = None
+        self.restored: Tensor | None = None
+        self._watched: weakref.ref[Tensor] | None = None
         self.handles = 0
         self.handles_made = 0
         self.unread = 0  # handles that backward has not asked for
@@ -180,20 +183,24 @@ class Block:
 
     def on_disk_only(self) -> bool:
         """Whether the bytes are nowhere in memory, nor on their way."""
-        return self.state is State.SPILLED or (
-            self.state is State.RESTORED and self.restored_storage() is None
-        )
+        return self.state is State.SPILLED or (self.state is State.RESTORED and self.restored_bytes() is None)
 
-    def hold_restored(self, storage: torch.UntypedStorage) -> None:
-        """Remember restored memory and keep it alive, until `restored` is set to None."""
-        self._watched = weakref.ref(storage)
-        self.restored = storage
+    def hold_restored(self, restored: Tensor) -> None:
+        """Remember restored memory and keep it alive, until `restored` is set to None.
 
-    def restored_storage(self) -> torch.UntypedStorage | None:
-        """The restored memory, if any tensor or this block still holds it."""
-        if self.restored is not None:
-            return self.restored
-        return self._watched() if self._watched is not None else None
+        Args:
+            restored: The storage's bytes, uint8. Saved tensors are views of it, so its version tells whether
+                any of them was changed in place.
+        """
+        self._watched = weakref.ref(restored)
+        self.restored = restored
+
+    def restored_bytes(self) -> Tensor | None:
+        """The restored memory, if any tensor or this block still holds it and nobody has changed it."""
+        restored = self._watched() if self._watched is not None else None
+        if restored is None or restored._version != _AS_READ:
+            return None
+        return restored
 
 
 class Handle:
@@ -214,6 +221,11 @@ class Handle:
         self.key = key
         self.geometry = geometry
         self.read = False
+
+    def view(self, restored: Tensor) -> Tensor:
+        """The saved tensor again, on its block's restored bytes."""
+        self.block.transfer.deliver(restored)
+        return self.geometry.view(restored)
 
     def __del__(self) -> None:
         self.engine.release(self.block, self.key, read=self.read)

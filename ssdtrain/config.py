@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def parse_size(value: int | str, name: str) -> int:
         if match is None or match[2].lower() not in _UNITS:
             units = "KiB, MiB, GiB, TiB, KB, MB, GB, TB"
             raise ConfigError(f"{name}: {expected} (units: {units}), got {value!r}")
-        value = int(float(match[1]) * _UNITS[match[2].lower()])
+        value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if not 0 <= value <= _MAX_BYTES:
         raise ConfigError(f"{name}: {expected} between 0 and 2**60, got {value}")
     return value

@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, TypeVar
 from ssdtrain.block import Block, Handle, State
 from ssdtrain.budgets import ReadAhead, StoreQueue
 from ssdtrain.errors import ActivationLostError, SSDTrainError, StoreError
+from ssdtrain.saved import check_version
 from ssdtrain.stats import OffloadStats
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from ssdtrain.config import OffloadConfig
@@ -111,7 +111,7 @@ class Engine:
             gone = block.state is State.FREED
             if not gone:
                 key = block.join(tensor)
-                self._live_blocks += block.handles == 1
+                self._live_blocks += block.handles_made == 1
                 self._counters["blocks_deduplicated"] += block.handles > 1
         del doomed
         return None if gone else Handle(self, block, key, geometry)
@@ -125,9 +125,9 @@ class Engine:
         with self._lock:
             doomed = self._bury() + self._settle(block.written)
             self._check_stores()
-            if self._wait_when_full:
+            if self._wait_when_full and not self._closing:
                 self._wait(lambda: self._room_after_settling(block, doomed))
-            if self._wait_when_full or self._queue.has_room(block):
+            if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
                 self._work.notify()
             else:
@@ -184,8 +184,8 @@ class Engine:
 
     # Backward.
 
-    def fetch(self, handle: Handle, *, in_backward: bool) -> Tensor | torch.UntypedStorage:
-        """What a handle stands for: the saved tensor if memory still has it, else the restored storage.
+    def fetch(self, handle: Handle, *, in_backward: bool) -> Tensor:
+        """The saved tensor that a handle stands for.
 
         Args:
             handle: From `share`.
@@ -193,6 +193,7 @@ class Engine:
 
         Raises:
             ActivationLostError: The block cannot be read back.
+            InplaceModificationError: It is still in memory, and was changed in place.
         """
         with self._lock:
             doomed = self._bury()
@@ -211,22 +212,23 @@ class Engine:
         self._report()
         return self._read_now(handle) if found is None else found
 
-    def _find(self, handle: Handle) -> Tensor | torch.UntypedStorage | None:
-        """The block from memory; None where the caller is to read it."""
+    def _find(self, handle: Handle) -> Tensor | None:
+        """The saved tensor from memory; None where the caller is to read its block."""
         block = handle.block
         if block.state is State.READING:
             self._wait(lambda: block.state is not State.READING)
         if block.in_original_memory():
             tensor = block.saved[handle.key]
+            check_version(tensor, block.version)
             self._mark_read(handle)
             self._counters["blocks_forwarded"] += block.state is not State.KEPT
             self._spare(block)
             return tensor
-        storage = block.restored_storage()
-        if storage is not None:
+        restored = block.restored_bytes()
+        if restored is not None:
             self._counters["prefetch_hits"] += block in self._ahead
             self._mark_read(handle)
-            return storage
+            return handle.view(restored)
         block.begin_reading()
         self._counters["prefetch_misses"] += 1
         return None
@@ -246,24 +248,24 @@ class Engine:
         elif block.state is not State.KEPT and block.unread:
             block.wanted = True
 
-    def _read_now(self, handle: Handle) -> torch.UntypedStorage:
+    def _read_now(self, handle: Handle) -> Tensor:
         """Read on the calling thread: it has nothing else to do, and no other thread has to wake up."""
         began = time.perf_counter()
-        storage = self._read(handle.block)
+        restored = self._read(handle.block)
         with self._lock:
             self._mark_read(handle)
             self._stall_seconds += time.perf_counter() - began
-        return storage
+        return handle.view(restored)
 
-    def _read(self, block: Block) -> torch.UntypedStorage:
+    def _read(self, block: Block) -> Tensor:
         """Fill memory from the store. The block is READING, then RESTORED or, on failure, SPILLED again."""
         assert block.extent is not None
-        storage = None
+        restored = None
         try:
             incoming = block.transfer.incoming(block.span)
             for offset, buffer in incoming.pieces():
                 self._store.read(block.extent, buffer, offset)
-            storage = incoming.storage()
+            restored = incoming.tensor()
         except OSError as error:
             raise ActivationLostError(
                 f"an activation of {block.span.nbytes} bytes cannot be read back "
@@ -271,17 +273,17 @@ class Engine:
             ) from error
         finally:
             with self._lock:
-                if storage is None:
+                if restored is None:
                     block.move(State.SPILLED)
                     self._ahead.discard(block)
                 else:
                     block.move(State.RESTORED)
-                    block.hold_restored(storage)
+                    block.hold_restored(restored)
                     self._counters["bytes_read"] += block.span.nbytes
                 doomed = self._free(block) if block.handles == 0 else []
                 self._done.notify_all()
             del doomed
-        return storage
+        return restored
 
     # Worker threads.
 

@@ -18,9 +18,9 @@ from ssdtrain.config import OffloadConfig
 from ssdtrain.device.base import Transfer
 from ssdtrain.device.cpu import CpuTransfer
 from ssdtrain.engine import Engine
-from ssdtrain.errors import InplaceModificationError, SSDTrainError
+from ssdtrain.errors import SSDTrainError
 from ssdtrain.memory.pool import BufferPool
-from ssdtrain.saved import Geometry, ModelStorages, Span, is_plain
+from ssdtrain.saved import Geometry, ModelStorages, Span, check_version, is_plain
 from ssdtrain.schedule import Pass, Schedule
 from ssdtrain.stats import OffloadStats
 from ssdtrain.storage import open_store
@@ -210,14 +210,9 @@ class _Session:
         """The unpack hook."""
         self._engine.settle(self._thread.written)
         if isinstance(packed, _Kept):
-            _check_version(packed.tensor, packed.version)
+            check_version(packed.tensor, packed.version)
             return packed.tensor
-        found = self._engine.fetch(packed, in_backward=torch._C._current_graph_task_id() != -1)
-        if isinstance(found, Tensor):
-            _check_version(found, packed.block.version)
-            return found
-        packed.block.transfer.deliver(found)
-        return packed.geometry.view(found)
+        return self._engine.fetch(packed, in_backward=torch._C._current_graph_task_id() != -1)
 
     def stats(self) -> OffloadStats:
         return self._engine.snapshot()
@@ -257,13 +252,3 @@ class _BlockTable:
             entry = entries[key] = (weakref.ref(storage, forget), [])
         entry[1][:] = [ref for ref in entry[1] if ref() is not None]
         entry[1].append(weakref.ref(block))
-
-
-def _check_version(tensor: Tensor, version: int | None) -> None:
-    if version is not None and tensor._version != version:
-        kind = f"{tensor.type()} {list(tensor.shape)}"
-        raise InplaceModificationError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{kind}] is at version {tensor._version}; it was saved at version {version}. Use an out-of-place "
-            "operation, or clone the tensor before changing it. (ssdtrain checks what plain torch checks.)"
-        )

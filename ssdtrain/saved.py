@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["PAGE", "Geometry", "ModelStorages", "Span", "is_plain"]
+from ssdtrain.errors import InplaceModificationError
+
+__all__ = ["PAGE", "Geometry", "ModelStorages", "Span", "check_version", "is_plain"]
 
 # Restored memory begins at the same place within a page as the original did. Direct I/O then needs no copy, and
 # kernels whose summation order depends on alignment give the same bits.
@@ -47,12 +49,14 @@ class Geometry(NamedTuple):
             tensor.is_neg(),
         )
 
-    def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor again, on a storage with the same bytes."""
-        needed = self.extent()[1] * self.dtype.itemsize
-        assert needed <= storage.nbytes(), f"a view of {needed} bytes on a storage of {storage.nbytes()}"
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, self.offset, self.shape, self.stride)
+    def view(self, storage: Tensor) -> Tensor:
+        """The tensor again.
+
+        Args:
+            storage: The same storage's bytes, uint8, one dimension. The view shares its version counter.
+        """
+        whole = storage.numel() - storage.numel() % self.dtype.itemsize
+        tensor = storage[:whole].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
@@ -105,6 +109,25 @@ def is_plain(tensor: Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and tensor.numel() > 0
     )
+
+
+def check_version(tensor: Tensor, version: int | None) -> None:
+    """Check what autograd checks without hooks: that memory about to be used is what was saved.
+
+    Args:
+        tensor: Shares its version counter with the saved tensor.
+        version: At the time of saving; None for tensors that do not count.
+
+    Raises:
+        InplaceModificationError: It was changed in place since.
+    """
+    if version is not None and tensor._version != version:
+        raise InplaceModificationError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; it was saved at version "
+            f"{version}. Use an out-of-place operation, or clone the tensor before changing it. (ssdtrain "
+            "checks what torch checks without saved-tensor hooks.)"
+        )
 
 
 class ModelStorages:

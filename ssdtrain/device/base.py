@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ssdtrain.saved import Span
 from ssdtrain.storage.base import HostBuffer
@@ -25,8 +26,8 @@ class Incoming(ABC):
         """Buffers to be filled, each with its offset in the block; one is full before the next is asked for."""
 
     @abstractmethod
-    def storage(self) -> torch.UntypedStorage:
-        """The restored storage, once every piece is full. Its memory is reused when the last view of it dies."""
+    def tensor(self) -> Tensor:
+        """The restored storage's bytes, uint8, once every piece is full; reused when their last view dies."""
 
 
 class Transfer(ABC):
@@ -50,8 +51,8 @@ class Transfer(ABC):
         """Memory for a span's bytes, at the same place within a page as the original."""
 
     @abstractmethod
-    def deliver(self, storage: torch.UntypedStorage) -> None:
-        """Order the current compute after a restored storage's arrival."""
+    def deliver(self, restored: Tensor) -> None:
+        """Order the current compute after the arrival of restored bytes."""
 
     @abstractmethod
     def trim(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ssdtrain.device.base import Incoming, Transfer
 from ssdtrain.memory.pool import BufferPool, Region
@@ -42,8 +43,8 @@ class CpuTransfer(Transfer):
             return _IncomingRegion(self._pool.take(span.storage_nbytes, base_skew), span)
         return _IncomingRegion(self._pool.reserve(span.storage_nbytes, base_skew), span)
 
-    def deliver(self, storage: torch.UntypedStorage) -> None:
-        """Nothing: the read had ended before the storage was made."""
+    def deliver(self, restored: Tensor) -> None:
+        """Nothing: the read had ended before the tensor was made."""
 
     def trim(self) -> None:
         """Empty the pool's free lists."""
@@ -58,5 +59,5 @@ class _IncomingRegion(Incoming):
     def pieces(self) -> Iterator[tuple[int, HostBuffer]]:
         yield 0, HostBuffer(self._region.address + self._span.start, self._span.nbytes, self._region)
 
-    def storage(self) -> torch.UntypedStorage:
-        return self._region.storage()
+    def tensor(self) -> Tensor:
+        return self._region.tensor()

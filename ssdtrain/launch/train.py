@@ -6,13 +6,14 @@ import contextlib
 import math
 import statistics
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.errors import ConfigError
 from ssdtrain.launch.data import batches, load_corpus
 from ssdtrain.launch.errors import RunError
-from ssdtrain.launch.memory import PeakMemory, resident_bytes, trim
+from ssdtrain.launch.memory import PeakMemory, map_large_tensors, resident_bytes, trim
 from ssdtrain.launch.model import build_model, transformers_config
 from ssdtrain.stats import OffloadStats
 
@@ -91,9 +92,14 @@ def check_spill_directories(config: LaunchConfig) -> None:
     """Open and close the spill directories as a run would, before any other work.
 
     Raises:
-        ConfigError: One of them cannot be used.
+        ConfigError: One of them cannot be used, or is RAM.
     """
-    _offload(None, config).close()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="spill_dir: .* is RAM", category=UserWarning)
+        try:
+            _offload(None, config).close()
+        except UserWarning as warning:
+            raise ConfigError(f"offload.{warning}") from warning
 
 
 def train(config: LaunchConfig, progress: Progress) -> RunResult:
@@ -105,6 +111,8 @@ def train(config: LaunchConfig, progress: Progress) -> RunResult:
     """
     import torch
 
+    if config.mode != "keep":
+        map_large_tensors()
     corpus = load_corpus(config)
     progress.corpus(corpus)
     with _reproducible(config.train.seed):

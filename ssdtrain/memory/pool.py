@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 
 import torch
+from torch import Tensor
 
 from ssdtrain.saved import PAGE
 from ssdtrain.storage.extents import ExtentAllocator
@@ -38,9 +39,9 @@ class Region:
         """Tell `pool` when the memory is no longer used. torch holds the array until the last view dies."""
         weakref.finalize(self._array, pool.give, offset).atexit = False
 
-    def storage(self) -> torch.UntypedStorage:
-        """A storage on the whole of it."""
-        return torch.frombuffer(self._array, dtype=torch.uint8).untyped_storage()
+    def tensor(self) -> Tensor:
+        """The whole of it, as uint8."""
+        return torch.frombuffer(self._array, dtype=torch.uint8)
 
 
 class BufferPool:

@@ -94,8 +94,7 @@ def test_interrupt_ends_with_130_and_no_traceback(tiny, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
-@pytest.mark.filterwarnings("default")
-def test_spill_directory_in_memory_is_a_warning_of_one_line(tiny, capsys):
-    assert main(["train", str(tiny), "--offload.spill_dir", "/dev/shm"]) == 0
-    for line in capsys.readouterr().err.splitlines():
-        assert re.match(r"ssdtrain: warning: .*/dev/shm.* RAM", line)
+def test_spill_directory_in_memory_is_refused_in_one_line(tiny, capsys):
+    assert main(["train", str(tiny), "--offload.spill_dir", "/dev/shm"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"ssdtrain: error: offload.spill_dir: '/dev/shm' is tmpfs, which is RAM.*SSD", line)

@@ -1,0 +1,84 @@
+"""Offloaders over real files and over stores that a test controls."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssdtrain
+import ssdtrain.offload
+from ssdtrain.storage import HostStore
+from ssdtrain.storage.linux import filesystem_type
+from ssdtrain.testing import FaultyStore, GatedStore, RecordingStore
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_compute_thread():
+    """The models here are too small for more, and other processes may want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tmp_path(tmp_path):
+    """On a disk, also where /tmp is RAM."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        in_ram = filesystem_type(fd) == "tmpfs"
+    finally:
+        os.close(fd)
+    if not in_ram:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def make_offload(tmp_path, monkeypatch):
+    """Makes offloaders that take tensors of any size; `store=` goes below instead of files in `tmp_path`."""
+    made = []
+    open_store = ssdtrain.offload.open_store
+
+    def make(model=None, *, store=None, **options):
+        options = {"spill_dir": tmp_path, "min_tensor_bytes": 1, "min_free_bytes": 0} | options
+        with monkeypatch.context() as patch:
+            patch.setattr(ssdtrain.offload, "open_store", open_store if store is None else lambda _config: store)
+            offload = ssdtrain.OffloadActivations(model, **options)
+        made.append((offload, store))
+        return offload
+
+    yield make
+    for offload, store in made:
+        if isinstance(store, GatedStore):
+            store.open("read")
+            store.open("write")
+        offload.close()
+
+
+@pytest.fixture
+def offload(make_offload):
+    """An offloader of everything, into files."""
+    return make_offload()
+
+
+@pytest.fixture
+def gated():
+    """A store in host memory whose writes wait; reads pass."""
+    return GatedStore(HostStore(), hold=("write",), timeout=30)
+
+
+@pytest.fixture
+def recording():
+    """A store in host memory that remembers what it was asked."""
+    return RecordingStore(HostStore())
+
+
+@pytest.fixture
+def faulty():
+    """A store in host memory whose `faults` a test sets."""
+    return FaultyStore(HostStore())
