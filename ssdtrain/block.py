@@ -83,6 +83,7 @@ class Block:
         "forward",
         "handles",
         "handles_made",
+        "identity",
         "index",
         "mark",
         "restored",
@@ -107,13 +108,14 @@ class Block:
         written: deque[Block],
         forward: Pass,
     ) -> None:
+        self.identity = weakref.ref(storage)
         self.span = span
         self.version = version
         self.transfer = transfer
         self.mark = transfer.mark()
         self.written = written
         self.forward = forward
-        self.index = forward.add(self)
+        self.index = forward.add(self, storage)
         self.state = State.KEPT
         # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose
         # version counter tells of in-place changes.

@@ -343,7 +343,7 @@ class Engine:
                 self._counters["store_failures"] += 1
                 self._store_error = self._store_error or error
             doomed = self._free(block) if block.handles == 0 else []
-            self._done.notify_all()
+            self._tell_of_store()
         del doomed
 
     # The ends of blocks.
@@ -392,7 +392,12 @@ class Engine:
 
     def _cancel(self, block: Block, to: State) -> None:
         self._queue.cancel(block, to)
-        self._done.notify_all()
+        self._tell_of_store()
+
+    def _tell_of_store(self) -> None:
+        """A store has ended. Waking a thread for nothing would take the GIL from the I/O threads."""
+        if self._wait_when_full or self._queue.unwritten == 0:
+            self._done.notify_all()
 
     def _give_back(self, block: Block) -> None:
         if block.extent is not None:

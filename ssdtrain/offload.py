@@ -120,7 +120,7 @@ class _Session:
     def __init__(self, model: nn.Module | None, config: OffloadConfig) -> None:
         assert isinstance(config.min_tensor_bytes, int)
         assert isinstance(config.prefetch_bytes, int)
-        self._min_bytes = config.min_tensor_bytes
+        self._min_bytes = max(config.min_tensor_bytes, 1)  # an emptied storage has nothing to offload
         self._weights = ModelStorages(model)
         self._pid = os.getpid()
         self._closed = False
@@ -129,7 +129,6 @@ class _Session:
             "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * config.prefetch_bytes))
         }
         self._warned: set[str] = set()
-        self._blocks = _BlockTable()
         self._engine = Engine(open_store(config), config)
         self._thread = _Thread()
         self.close = weakref.finalize(self, self._engine.close_from_finalizer)
@@ -184,14 +183,14 @@ class _Session:
         geometry = Geometry.of(tensor)
         storage = tensor.untyped_storage()
         span = Span.of(storage, geometry)
-        for block in self._blocks.of(storage):
+        thread = self._thread
+        if thread.forward is None or thread.forward.begun_backward:
+            thread.forward = Pass(self._schedule)
+        for block in thread.forward.blocks_of(storage):
             if block.version == tensor._version and block.span.covers(span):
                 handle = self._engine.share(block, geometry, tensor)
                 if handle is not None:
                     return handle
-        thread = self._thread
-        if thread.forward is None or thread.forward.begun_backward:
-            thread.forward = Pass(self._schedule)
         block = Block(
             storage,
             span,
@@ -202,7 +201,6 @@ class _Session:
         )
         handle = self._engine.share(block, geometry, tensor)
         assert handle is not None
-        self._blocks.add(storage, block)
         self._engine.store(block)
         return handle
 
@@ -219,36 +217,3 @@ class _Session:
 
     def synchronize(self) -> None:
         self._engine.synchronize(self._thread.written)
-
-
-class _BlockTable:
-    """The blocks of each live storage.
-
-    Keys are ids, which are reused; so each entry has a weak reference to its storage, which says whose it is and
-    removes the entry when the storage dies.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Block]]]] = {}
-
-    def of(self, storage: torch.UntypedStorage) -> list[Block]:
-        """The blocks that are not gone yet, newest first."""
-        entry = self._entries.get(id(storage))
-        if entry is None or entry[0]() is not storage:
-            return []
-        return [block for ref in reversed(entry[1]) if (block := ref()) is not None]
-
-    def add(self, storage: torch.UntypedStorage, block: Block) -> None:
-        """Remember a block for as long as both it and the storage live."""
-        key = id(storage)
-        entries = self._entries
-        entry = entries.get(key)
-        if entry is None or entry[0]() is not storage:
-
-            def forget(ref: weakref.ref[torch.UntypedStorage]) -> None:
-                if key in entries and entries[key][0] is ref:
-                    entries.pop(key, None)
-
-            entry = entries[key] = (weakref.ref(storage, forget), [])
-        entry[1][:] = [ref for ref in entry[1] if ref() is not None]
-        entry[1].append(weakref.ref(block))

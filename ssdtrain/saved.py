@@ -150,7 +150,7 @@ class ModelStorages:
         weights = [leaf for weight in self._weights(self._model) for leaf in _leaves(weight)]
         storages = [weight.untyped_storage() for weight in weights]
         self._refs = {id(storage): weakref.ref(storage) for storage in storages}
-        shapes = {weight.shape for weight in weights if weight.dim() > 1}
+        shapes = {weight.shape for weight in weights if weight.dim() > 1 and weight.dtype.itemsize > 2}
         self._weight_shapes = frozenset(shapes | {shape[:-2] + shape[:-3:-1] for shape in shapes})
 
     @staticmethod
@@ -164,10 +164,9 @@ class ModelStorages:
             return True
         if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
             return True
-        kind = tensor.device.type
+        # Whether autocast is on cannot be asked here: operations that it has cast for run with it off.
         return (
-            torch.is_autocast_enabled(kind)
-            and tensor.dtype is torch.get_autocast_dtype(kind)
+            tensor.dtype is torch.get_autocast_dtype(tensor.device.type)
             and tensor.shape in self._weight_shapes
             and self._derives_from_weight(tensor)
         )

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from ssdtrain.block import Block
 
 __all__ = ["Pass", "Schedule"]
@@ -16,6 +18,9 @@ __all__ = ["Pass", "Schedule"]
 class Pass:
     """The blocks of one forward pass, in the order in which they were packed. Guarded by the engine's lock.
 
+    Saved tensors share a block only within a pass. Between passes, memory may change in ways that no version
+    tells: through an optimizer's or gradcheck's `.data`, or as running statistics.
+
     Args:
         schedule: Tells the order in which backward will ask, and learns the one in which it did.
     """
@@ -23,6 +28,8 @@ class Pass:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._blocks: list[weakref.ref[Block]] = []  # weak: a block lives as long as its handles
+        # By the id of their storage. Ids are reused, so `Block.identity` has the last word.
+        self._of_storage: dict[int, list[weakref.ref[Block]]] = {}
         self._order: Sequence[int] | None = None
         self._position: dict[int, int] = {}
         self._cursor = 0
@@ -30,9 +37,16 @@ class Pass:
         self.shape = 0
         self.live = 0
 
-    def add(self, block: Block) -> int:
+    def blocks_of(self, storage: torch.UntypedStorage) -> list[Block]:
+        """The blocks of a storage that are not gone, newest first."""
+        blocks = [ref() for ref in reversed(self._of_storage.get(id(storage), ()))]
+        return [block for block in blocks if block is not None and block.identity() is storage]
+
+    def add(self, block: Block, storage: torch.UntypedStorage) -> int:
         """Append a block; returns its index."""
-        self._blocks.append(weakref.ref(block))
+        ref = weakref.ref(block)
+        self._blocks.append(ref)
+        self._of_storage.setdefault(id(storage), []).append(ref)
         self.shape = hash((self.shape, block.span.nbytes))
         self.live += 1
         return len(self._blocks) - 1
@@ -72,10 +86,16 @@ class Pass:
     def forget(self) -> bool:
         """One block less; with the last one the order is learnt. Returns whether backward has ended so."""
         self.live -= 1
-        ended = self.live == 0 and self.begun_backward
-        if ended:
+        if self.live:
+            return False
+        if self.begun_backward:
             self._schedule.learn(self.shape, list(self._asked))
-        return ended
+            return True
+        # A graph that was dropped: nothing of it may add up in a pass that goes on.
+        self._blocks.clear()
+        self._of_storage.clear()
+        self.shape = 0
+        return False
 
 
 class Schedule:

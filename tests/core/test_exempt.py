@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ssdtrain import InplaceModificationError
 
@@ -96,17 +95,8 @@ class TestWeights:
         assert amount == tokens.nbytes + 16 * 64 * 4
 
     def test_views_of_all_kinds(self, assert_only_the_input_is_written, model):
-        def forward(x):
-            weight = model.weight
-            return x @ weight.t()[:, :100] + x @ weight.view(4, 64, 64)[2].repeat(1, 1)[:, :1] * 0
-
-        # The copy that `repeat` makes is an activation, as any other.
-        x = leaf(16, 64)
-        model.weight.requires_grad_()
-        assert x.grad is None
         assert_only_the_input_is_written(lambda x: x @ model.weight.t()[:, :100])
         assert_only_the_input_is_written(lambda x: x @ model.weight.view(4, 64, 64)[2])
-        del forward
 
     def test_buffers(self, make_offload):
         class Scaled(nn.Module):
@@ -150,8 +140,7 @@ class TestAutocast:
                 return model(x).float().sum()
 
         activations = 2 * (16 * 64 + 16 * 256)
-        assert written(offload, forward) <= activations
-        assert (offload.stats.bytes_written > 0) == trained or offload.stats.bytes_written > 0
+        assert 0 < written(offload, forward) <= activations
 
     def test_gradients_are_the_same(self, make_offload):
         def run(offloading):
@@ -260,6 +249,7 @@ class TestUnusualTensors:
         got, wanted = self.check(offload, lambda x: torch.sparse.mm(matrix, x.sin()).sum(), leaf(64, 64))
         assert_same_bits(got, wanted)
 
+    @pytest.mark.filterwarnings("ignore:Sparse CSR")
     def test_sparse_rows(self, offload):
         matrix = torch.eye(64).to_sparse_csr()
         got, wanted = self.check(offload, lambda x: (matrix @ x.sin()).sum(), leaf(64, 64))
@@ -274,17 +264,20 @@ class TestUnusualTensors:
         assert_same_bits(got, wanted)
 
     def test_a_subclass(self, offload):
+        values = torch.randn(64, 64).as_subclass(Tagged)
+        with offload:
+            y = _SavesOnly.apply(leaf(64, 64), values)
+        y.sum().backward()
+        assert (offload.stats.tensors_packed, offload.stats.tensors_exempt) == (1, 1)
+
+    def test_arithmetic_of_a_subclass(self, offload):
         factor = torch.randn(64, 64).as_subclass(Tagged)
-        seen = []
 
         def forward(x):
-            y = x.as_subclass(Tagged) * factor
-            seen.append(type(y.grad_fn._saved_other))
-            return y.sum().as_subclass(torch.Tensor)
+            return (x.as_subclass(Tagged) * factor).sum().as_subclass(torch.Tensor)
 
         got, wanted = self.check(offload, forward, leaf(64, 64))
         assert_same_bits(got, wanted)
-        assert set(seen) == {Tagged}
 
     def test_meta(self, offload):
         with offload:
@@ -299,6 +292,7 @@ class TestUnusualTensors:
             torch.randn(64, 64, requires_grad=True).sin().sum().backward()
         assert offload.stats.bytes_written == 0
 
+    @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
     def test_quantised(self, offload):
         values = torch.quantize_per_tensor(torch.randn(64, 64), 0.1, 0, torch.qint8)
         with offload:
@@ -382,4 +376,3 @@ def test_functional_calls_with_other_weights(make_offload):
         ).square().sum()
 
     assert_same_bits(backward(build, offload), backward(build))
-    assert functional.relu(torch.zeros(1)) == 0
