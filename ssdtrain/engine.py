@@ -92,32 +92,34 @@ class Engine:
 
     # Forward.
 
-    def count(self, *, exempt: bool) -> None:
-        """One more saved tensor."""
+    def count_exempt(self) -> None:
+        """One more saved tensor that is not offloaded."""
         with self._lock:
             self._counters["tensors_packed"] += 1
-            self._counters["tensors_exempt"] += exempt
+            self._counters["tensors_exempt"] += 1
 
     def share(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle | None:
-        """A handle of a block, for one more saved tensor; None if the block is gone.
+        """A handle on a block that is there, for one more saved tensor; None if the block is gone.
 
         Args:
-            block: New, or found by the storage that it has in common with `tensor`.
+            block: Found by the storage that it has in common with `tensor`.
             geometry: The tensor's.
             tensor: Detached, plain. Held until the block is spilled.
         """
         with self._lock:
             doomed = self._bury()
-            gone = block.state is State.FREED
-            if not gone:
-                key = block.join(tensor)
-                self._live_blocks += block.handles_made == 1
-                self._counters["blocks_deduplicated"] += block.handles > 1
+            handle = None if block.state is State.FREED else self._join(block, geometry, tensor)
+            self._counters["blocks_deduplicated"] += handle is not None
         del doomed
-        return None if gone else Handle(self, block, key, geometry)
+        return handle
 
-    def store(self, block: Block) -> None:
-        """Queue a new block to be written, if the queue has room; otherwise keep it, or wait for room.
+    def store(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle:
+        """A handle on a new block, which is queued to be written if there is room, and else kept or waited for.
+
+        Args:
+            block: New.
+            geometry: The tensor's.
+            tensor: Detached, plain. Held until the block is spilled.
 
         Raises:
             StoreError: An earlier write failed, and the config says raise.
@@ -127,6 +129,9 @@ class Engine:
             self._check_stores()
             if self._wait_when_full and not self._closing:
                 self._wait(lambda: self._room_after_settling(block, doomed))
+            handle = self._join(block, geometry, tensor)
+            self._live_blocks += 1
+            block.forward.live += 1
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
                 self._work.notify()
@@ -135,6 +140,11 @@ class Engine:
         doomed.clear()
         self._sweep()
         self._report()
+        return handle
+
+    def _join(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle:
+        self._counters["tensors_packed"] += 1
+        return Handle(self, block, block.join(tensor), geometry)
 
     def settle(self, written: deque[Block]) -> None:
         """Let go of the memory of blocks whose write has ended. See [Note: Who may let go of memory].

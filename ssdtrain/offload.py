@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -13,14 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain.block import Block, Handle
+from ssdtrain.block import Block, Handle, State
 from ssdtrain.config import OffloadConfig
 from ssdtrain.device.base import Transfer
 from ssdtrain.device.cpu import CpuTransfer
 from ssdtrain.engine import Engine
 from ssdtrain.errors import SSDTrainError
 from ssdtrain.memory.pool import BufferPool
-from ssdtrain.saved import Geometry, ModelStorages, Span, check_version, is_plain
+from ssdtrain.saved import (
+    Geometry,
+    ModelStorages,
+    Span,
+    check_version,
+    is_plain,
+    refuse_unfilled,
+    saved_unfilled,
+)
 from ssdtrain.schedule import Pass, Schedule
 from ssdtrain.stats import OffloadStats
 from ssdtrain.storage import open_store
@@ -147,13 +156,12 @@ class _Session:
     def pack(self, tensor: Tensor) -> _Kept | Handle:
         """The pack hook."""
         self._engine.settle(self._thread.written)
-        transfer = self._transfer_for(tensor)
+        transfer = None if saved_unfilled(sys._getframe(1)) else self._transfer_for(tensor)
         # Detached: an operation may save its own output, and what it saves must not hold the graph that holds it.
         detached = tensor.detach()
         if transfer is None:
-            self._engine.count(exempt=True)
+            self._engine.count_exempt()
             return _Kept(detached)
-        self._engine.count(exempt=False)
         return self._offload(detached, transfer)
 
     def _transfer_for(self, tensor: Tensor) -> Transfer | None:
@@ -199,10 +207,7 @@ class _Session:
             written=thread.written,
             forward=thread.forward,
         )
-        handle = self._engine.share(block, geometry, tensor)
-        assert handle is not None
-        self._engine.store(block)
-        return handle
+        return self._engine.store(block, geometry, tensor)
 
     def unpack(self, packed: _Kept | Handle) -> Tensor:
         """The unpack hook."""
@@ -210,7 +215,10 @@ class _Session:
         if isinstance(packed, _Kept):
             check_version(packed.tensor, packed.version)
             return packed.tensor
-        return self._engine.fetch(packed, in_backward=torch._C._current_graph_task_id() != -1)
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and packed.block.state is not State.KEPT:
+            refuse_unfilled()
+        return self._engine.fetch(packed, in_backward=in_backward)
 
     def stats(self) -> OffloadStats:
         return self._engine.snapshot()

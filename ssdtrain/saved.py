@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ssdtrain.errors import InplaceModificationError
+from ssdtrain.errors import ActivationLostError, InplaceModificationError
 
-__all__ = ["PAGE", "Geometry", "ModelStorages", "Span", "check_version", "is_plain"]
+__all__ = [
+    "PAGE",
+    "Geometry",
+    "ModelStorages",
+    "Span",
+    "check_version",
+    "is_plain",
+    "refuse_unfilled",
+    "saved_unfilled",
+]
 
 # Restored memory begins at the same place within a page as the original did. Direct I/O then needs no copy, and
 # kernels whose summation order depends on alignment give the same bits.
@@ -55,8 +65,9 @@ class Geometry(NamedTuple):
         Args:
             storage: The same storage's bytes, uint8, one dimension. The view shares its version counter.
         """
-        whole = storage.numel() - storage.numel() % self.dtype.itemsize
-        tensor = storage[:whole].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+        rest = storage.numel() % self.dtype.itemsize
+        elements = (storage[:-rest] if rest else storage).view(self.dtype)
+        tensor = elements.as_strided(self.shape, self.stride, self.offset)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
@@ -127,6 +138,32 @@ def check_version(tensor: Tensor, version: int | None) -> None:
             f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; it was saved at version "
             f"{version}. Use an out-of-place operation, or clone the tensor before changing it. (ssdtrain "
             "checks what torch checks without saved-tensor hooks.)"
+        )
+
+
+def saved_unfilled(caller: FrameType) -> bool:
+    """Whether what is being saved has no value yet, and would be stored without one.
+
+    Training-mode rrelu saves its noise and then fills it, and no version tells. Of all differentiable operations of
+    torch it is the only one (tests/core/test_unfilled.py tries them).
+
+    Args:
+        caller: The Python frame that called the operation.
+    """
+    return caller.f_code is torch.nn.functional.rrelu.__code__
+
+
+def refuse_unfilled() -> None:
+    """Refuse to give stored bytes to an operation that saved them unfilled, where `saved_unfilled` cannot tell.
+
+    Raises:
+        ActivationLostError: Always in the backward of `torch.rrelu`, called otherwise than through `torch.nn`.
+    """
+    node = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("RreluWithNoiseBackward"):
+        raise ActivationLostError(
+            "torch.rrelu fills its noise after autograd has saved it, so what was offloaded is not the noise; "
+            "call torch.nn.functional.rrelu or torch.nn.RReLU, whose noise is recognised and kept in memory"
         )
 
 

@@ -35,7 +35,7 @@ class Pass:
         self._cursor = 0
         self._asked: dict[int, None] = {}
         self.shape = 0
-        self.live = 0
+        self.live = 0  # blocks that are not freed
 
     def blocks_of(self, storage: torch.UntypedStorage) -> list[Block]:
         """The blocks of a storage that are not gone, newest first."""
@@ -48,7 +48,6 @@ class Pass:
         self._blocks.append(ref)
         self._of_storage.setdefault(id(storage), []).append(ref)
         self.shape = hash((self.shape, block.span.nbytes))
-        self.live += 1
         return len(self._blocks) - 1
 
     @property

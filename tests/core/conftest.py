@@ -47,7 +47,9 @@ def make_offload(tmp_path, monkeypatch):
     def make(model=None, *, store=None, **options):
         options = {"spill_dir": tmp_path, "min_tensor_bytes": 1, "min_free_bytes": 0} | options
         with monkeypatch.context() as patch:
-            patch.setattr(ssdtrain.offload, "open_store", open_store if store is None else lambda _config: store)
+            patch.setattr(
+                ssdtrain.offload, "open_store", open_store if store is None else lambda _config: store
+            )
             offload = ssdtrain.OffloadActivations(model, **options)
         made.append((offload, store))
         return offload

@@ -371,8 +371,11 @@ def test_functional_calls_with_other_weights(make_offload):
     def build():
         weights = {name: leaf(*value.shape) for name, value in model.named_parameters()}
         x = leaf(16, 64)
-        return [x, *weights.values()], lambda x, weight, bias: torch.func.functional_call(
-            model, {"weight": weight, "bias": bias}, (x,)
-        ).square().sum()
+        return (
+            [x, *weights.values()],
+            lambda x, weight, bias: (
+                torch.func.functional_call(model, {"weight": weight, "bias": bias}, (x,)).square().sum()
+            ),
+        )
 
     assert_same_bits(backward(build, offload), backward(build))
