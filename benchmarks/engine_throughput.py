@@ -12,6 +12,9 @@ What makes the two comparable:
 - The engine is driven by autograd through `OffloadActivations`, so that it is asked as training asks it.
 - Both files were written once before the first measured round: a first write into preallocated blocks costs extra.
 - The engine's tensors lie as torch's allocator puts them, 64 bytes into a page; fio's buffers are page-aligned.
+- fio writes from and reads into one buffer a job again and again, which stays in the processor's caches; the engine
+  writes each block from other memory, and reads into an arena of huge pages. A disk may want one request for every
+  few scattered small pages: `--fio-huge-pages` lets fio have what the arena has.
 - Writing ends when the last block is on disk. Reading begins with nothing in memory, in the order in which backward
   asks, and ends when the last block has been handed out.
 """
@@ -19,6 +22,7 @@ What makes the two comparable:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -95,7 +99,7 @@ class EngineSide:
         began = time.perf_counter()
         with self._offload:
             for tensor in self._tensors:
-                carry = Save.apply(carry, tensor, check)
+                carry = Save.apply(carry, tensor, check)  # type: ignore[no-untyped-call]
         self._offload.synchronize()
         seconds = time.perf_counter() - began
         assert self._offload.stats.bytes_written - before == self._total
@@ -106,7 +110,7 @@ class EngineSide:
         """Load what `write` stored, last block first, and let go of each at once; returns bytes a second."""
         before = self._offload.stats.bytes_read
         began = time.perf_counter()
-        self._graph.backward()
+        self._graph.backward()  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - began
         assert self._offload.stats.bytes_read - before == self._total
         return self._total / seconds
@@ -116,8 +120,11 @@ class EngineSide:
         self._offload.close()
 
 
-def run_fio(file: Path, direction: str, block_bytes: int, total: int, jobs: int) -> float:
+def run_fio(
+    file: Path, direction: str, block_bytes: int, total: int, jobs: int, *, huge_pages: bool = False
+) -> float:
     """Write or read all of a file with as many jobs as given, each its own part; returns bytes a second."""
+    environment = os.environ | ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge_pages else {})
     done = subprocess.run(
         [
             "fio",
@@ -137,12 +144,13 @@ def run_fio(file: Path, direction: str, block_bytes: int, total: int, jobs: int)
         capture_output=True,
         text=True,
         check=False,
+        env=environment,
     )
     if done.returncode:
         sys.exit(f"engine_throughput: error: fio failed: {' '.join((done.stderr or done.stdout).split())}")
     # fio may print notes before its JSON.
     result = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
-    return float(result["io_bytes"]) / (result["runtime"] / 1000)
+    return float(result["io_bytes"] / max(result["runtime"] / 1000, 0.001))
 
 
 def measure(folder: Path, block_bytes: int, options: argparse.Namespace) -> dict[str, list[Sample]]:
@@ -153,22 +161,24 @@ def measure(folder: Path, block_bytes: int, options: argparse.Namespace) -> dict
     file = folder / "fio"
     with file.open("wb") as handle:
         os.posix_fallocate(handle.fileno(), 0, total)
+    fio = functools.partial(
+        run_fio, file, block_bytes=block_bytes, total=total, jobs=jobs, huge_pages=options.fio_huge_pages
+    )
     engine = EngineSide(folder, block_bytes, blocks, jobs)
     samples: dict[str, list[Sample]] = {direction: [] for direction in DIRECTIONS}
     try:
         # Not measured: writes both files for the first time, faults in the memory, and compares the bytes.
-        run_fio(file, "write", block_bytes, total, jobs)
+        fio("write")
         engine.write(check=True)
         engine.read()
         for number in range(options.rounds):
             for direction, run_engine in zip(DIRECTIONS, (engine.write, engine.read), strict=True):
                 # Close together, and each first in turn.
                 if number % 2:
-                    fio = run_fio(file, direction, block_bytes, total, jobs)
-                engine_rate = run_engine()
-                if not number % 2:
-                    fio = run_fio(file, direction, block_bytes, total, jobs)
-                samples[direction].append(Sample(engine_rate, fio))
+                    engine_rate, fio_rate = run_engine(), fio(direction)
+                else:
+                    fio_rate, engine_rate = fio(direction), run_engine()
+                samples[direction].append(Sample(engine_rate, fio_rate))
     finally:
         engine.close()
         file.unlink()
@@ -215,6 +225,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--at-least", type=float, metavar="RATIO", help="exit with 1 if any ratio is below it"
     )
+    parser.add_argument(
+        "--fio-huge-pages",
+        action="store_true",
+        help="buffers of 2 MiB and more in huge pages for fio too (glibc 2.35)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a JSON file")
     options = parser.parse_args(arguments)
     try:
@@ -250,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
             "threads": options.threads,
             "total_bytes": options.total,
             "rounds": options.rounds,
+            "fio_huge_pages": options.fio_huge_pages,
             "load_average": load,
             "results": rows,
         }

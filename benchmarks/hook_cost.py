@@ -4,8 +4,8 @@
 
 Autograd saves tensors of 4 KiB and asks for them again, as in training, with N blocks alive at the end of the forward
 pass; every one goes to the store and comes back. Nothing is computed in between, so that the I/O threads want the
-interpreter all the time, which is their worst case. Medians over the calls of several repeats; no-op hooks, measured in
-the same way in the same run, show what autograd and the clock cost by themselves.
+interpreter all the time, which is their worst case. Medians over the calls of several repeats; no-op hooks, measured
+in the same way in the same run, show what autograd and the clock cost by themselves.
 
 - pack, unpack: how long the hook keeps the compute thread, median of the calls.
 - whole: what a tensor adds to the time of forward and backward, with what the I/O threads take of the interpreter and
@@ -100,12 +100,12 @@ def run(hooks: Hooks, tensors: list[Tensor]) -> Cost:
         carry = torch.zeros(1, requires_grad=True)
         began = time.perf_counter()
         for tensor in tensors:
-            carry = Save.apply(carry, tensor)
+            carry = Save.apply(carry, tensor)  # type: ignore[no-untyped-call]
         whole = time.perf_counter() - began
     # Blocks that are still in the queue would be forwarded.
     hooks.synchronize()
     began = time.perf_counter()
-    carry.backward()
+    carry.backward()  # type: ignore[no-untyped-call]
     whole += time.perf_counter() - began
     return Cost(statistics.median(packs), statistics.median(unpacks), whole / len(tensors))
 

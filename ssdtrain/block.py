@@ -115,7 +115,7 @@ class Block:
         self.mark = transfer.mark()
         self.written = written
         self.forward = forward
-        self.index = forward.add(self, storage)
+        self.index = -1  # in `forward`, once it is stored
         self.state = State.KEPT
         # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose
         # version counter tells of in-place changes.
@@ -177,7 +177,7 @@ class Block:
 
     def in_original_memory(self) -> bool:
         """Whether the memory that was packed is still held."""
-        return self.state is State.KEPT or self.state in _IN_STORE_QUEUE
+        return self.state is State.KEPT or self.in_store_queue()
 
     def in_store_queue(self) -> bool:
         """Whether the store queue holds the memory."""

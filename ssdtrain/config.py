@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -137,12 +137,13 @@ class OffloadConfig:
         Raises:
             ConfigError: An option does not exist; the text lists those that do.
         """
-        known = {field.name: getattr(config, field.name) for field in fields(cls)} if config else {}
+        if config is not None and not isinstance(config, cls):
+            raise ConfigError(f"config: expected an OffloadConfig, got {config!r}")
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
                 raise ConfigError(f"{name}: no such option; the options are {', '.join(names)}")
-        return cls(**(known | options))
+        return replace(config or cls(), **options)
 
 
 def _paths(value: Any) -> tuple[Path, ...] | None:

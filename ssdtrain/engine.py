@@ -17,6 +17,7 @@ that is let go is dropped outside the lock too: unmapping takes a while. Methods
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ssdtrain.block import Block, Handle, State
 from ssdtrain.budgets import ReadAhead, StoreQueue
 from ssdtrain.errors import ActivationLostError, SSDTrainError, StoreError
-from ssdtrain.saved import check_version
+from ssdtrain.saved import check_version, refuse_unfilled
 from ssdtrain.stats import OffloadStats
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ssdtrain.config import OffloadConfig
     from ssdtrain.device.base import Transfer
     from ssdtrain.saved import Geometry
+    from ssdtrain.schedule import Pass
     from ssdtrain.storage.base import Extent, SpillStore
 
 __all__ = ["Engine"]
@@ -87,8 +89,13 @@ class Engine:
             threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
             for number in range(config.io_threads * store.members)
         ]
-        for worker in self._workers:
-            worker.start()
+        try:
+            for worker in self._workers:
+                worker.start()
+        except RuntimeError:  # no more threads to be had
+            self._workers = [worker for worker in self._workers if worker.is_alive()]
+            self.close()
+            raise
 
     # Forward.
 
@@ -131,7 +138,7 @@ class Engine:
                 self._wait(lambda: self._room_after_settling(block, doomed))
             handle = self._join(block, geometry, tensor)
             self._live_blocks += 1
-            block.forward.live += 1
+            block.index = block.forward.add(block)
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
                 self._work.notify()
@@ -165,7 +172,9 @@ class Engine:
             StoreError: A write failed, and the config says raise.
         """
         with self._lock:
+            stalled = self._stall_seconds
             self._wait(lambda: self._queue.unwritten == 0)
+            self._stall_seconds = stalled  # the caller asked to wait
             doomed = self._settle(written)
             self._check_stores()
         del doomed
@@ -183,65 +192,76 @@ class Engine:
             block = written.popleft()
             if block.state is not State.WRITTEN:
                 continue  # freed
-            if block.wanted or not block.unchanged():
+            if block.wanted or self._closing or not block.unchanged():
                 block.move(State.KEPT)
                 self._give_back(block)
             else:
                 block.move(State.SPILLED)
                 doomed += block.release_original()
             self._queue.let_go(block)
+            self._tell_of_store()
         return doomed
 
     # Backward.
 
-    def fetch(self, handle: Handle, *, in_backward: bool) -> Tensor:
+    def fetch(self, handle: Handle, task: int | None) -> Tensor:
         """The saved tensor that a handle stands for.
 
         Args:
             handle: From `share`.
-            in_backward: Whether autograd asks, so that the order is worth learning.
+            task: The number of the backward pass that asks, whose order is worth learning; None outside one.
 
         Raises:
             ActivationLostError: The block cannot be read back.
             InplaceModificationError: It is still in memory, and was changed in place.
         """
+        self._report()
+        block = handle.block
         with self._lock:
             doomed = self._bury()
-            self._check_workers()
-            if in_backward:
-                handle.block.forward.ask(handle.block.index)
-            found = self._find(handle)
-            if in_backward:
-                for block in self._ahead.extend(handle.block.forward):
-                    self._counters["blocks_forwarded"] += block.state is State.QUEUED
-                    self._spare(block)
-                if self._ahead.waiting:
-                    self._work.notify_all()
+            if task is not None:
+                block.forward.ask(block.index, task)
+            if block.state is State.READING:
+                self._wait(lambda: block.state is not State.READING)
+            original = self._forward(handle) if block.in_original_memory() else None
+            restored = self._claim(handle) if original is None else None
+            if task is not None:
+                self._read_ahead(block.forward)
+        if original is None:
+            original = handle.view(self._read_now(handle) if restored is None else restored)
         del doomed
         self._sweep()
-        self._report()
-        return self._read_now(handle) if found is None else found
+        return original
 
-    def _find(self, handle: Handle) -> Tensor | None:
-        """The saved tensor from memory; None where the caller is to read its block."""
+    def _forward(self, handle: Handle) -> Tensor:
+        """The saved tensor itself, from memory that has not been let go."""
         block = handle.block
-        if block.state is State.READING:
-            self._wait(lambda: block.state is not State.READING)
-        if block.in_original_memory():
-            tensor = block.saved[handle.key]
-            check_version(tensor, block.version)
-            self._mark_read(handle)
-            self._counters["blocks_forwarded"] += block.state is not State.KEPT
-            self._spare(block)
-            return tensor
+        tensor = block.saved[handle.key]
+        check_version(tensor, block.version)
+        self._mark_read(handle)
+        self._counters["blocks_forwarded"] += block.state in {State.QUEUED, State.WRITING}
+        self._spare(block)
+        return tensor
+
+    def _claim(self, handle: Handle) -> Tensor | None:
+        """The block's restored bytes; None where the caller is to read them, which it has begun with this."""
+        block = handle.block
+        refuse_unfilled()
         restored = block.restored_bytes()
         if restored is not None:
             self._counters["prefetch_hits"] += block in self._ahead
             self._mark_read(handle)
-            return handle.view(restored)
-        block.begin_reading()
-        self._counters["prefetch_misses"] += 1
-        return None
+        else:
+            self._counters["prefetch_misses"] += 1
+            block.begin_reading()
+        return restored
+
+    def _read_ahead(self, forward: Pass) -> None:
+        for block in self._ahead.extend(forward):
+            self._counters["blocks_forwarded"] += block.state is State.QUEUED
+            self._spare(block)
+        if self._ahead.waiting:
+            self._work.notify_all()
 
     def _mark_read(self, handle: Handle) -> None:
         block = handle.block
@@ -265,7 +285,7 @@ class Engine:
         with self._lock:
             self._mark_read(handle)
             self._stall_seconds += time.perf_counter() - began
-        return handle.view(restored)
+        return restored
 
     def _read(self, block: Block) -> Tensor:
         """Fill memory from the store. The block is READING, then RESTORED or, on failure, SPILLED again."""
@@ -302,7 +322,7 @@ class Engine:
             while (job := self._next_job()) is not None:
                 job()
                 del job  # a waiting thread must not keep a block alive
-                self._sweep()
+                self._tidy()
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for this thread
             with self._lock:
                 self._crash = error
@@ -317,7 +337,7 @@ class Engine:
                 if (block := self._queue.take()) is not None:
                     return partial(self._write, block)
                 if self._idle:
-                    return self._sweep
+                    return _nothing  # but the tidying after it
                 self._work.wait()
         return None
 
@@ -336,8 +356,10 @@ class Engine:
             extent = self._store.allocate(block.span.nbytes)
             for offset, buffer in block.transfer.outgoing(source, block.span, block.mark):
                 self._store.write(extent, buffer, offset)
-        except StoreError as failure:
-            error = failure
+        except (OSError, MemoryError) as failure:
+            # A new error: the traceback of the caught one holds this frame, and so the block's memory.
+            code, reason = getattr(failure, "errno", None), getattr(failure, "strerror", None)
+            error = StoreError(code or errno.ENOMEM, reason or str(failure), self._place(failure))
         with self._lock:
             block.extent = extent
             self._queue.unwritten -= 1
@@ -355,6 +377,10 @@ class Engine:
             doomed = self._free(block) if block.handles == 0 else []
             self._tell_of_store()
         del doomed
+
+    @staticmethod
+    def _place(failure: OSError | MemoryError) -> str:
+        return str(getattr(failure, "filename", None) or "memory")
 
     # The ends of blocks.
 
@@ -391,6 +417,7 @@ class Engine:
         else:
             if block.state is State.WRITTEN:
                 self._queue.let_go(block)
+                self._tell_of_store()
             block.move(State.FREED)
         self._ahead.discard(block)
         self._give_back(block)
@@ -413,6 +440,13 @@ class Engine:
         if block.extent is not None:
             self._freed.append(block.extent)
             block.extent = None
+
+    def _tidy(self) -> None:
+        """Work off what has died, and give it back."""
+        with self._lock:
+            doomed = self._bury()
+        del doomed
+        self._sweep()
 
     def _sweep(self) -> None:
         """Give freed extents and idle memory back. Without the lock: stores and pools have their own."""
@@ -453,15 +487,12 @@ class Engine:
                 f"ssdtrain keeps activations in memory that it could not write: {self._store_error}. Further "
                 "failures are only counted, in stats.store_failures.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def snapshot(self) -> OffloadStats:
         """Counters, as of now."""
-        with self._lock:
-            doomed = self._bury()
-        del doomed
-        self._sweep()
+        self._tidy()
         with self._lock:
             return OffloadStats(
                 **self._counters,
@@ -482,8 +513,7 @@ class Engine:
             self._ahead.stop()
             self._work.notify_all()
         for worker in self._workers:
-            if worker is not threading.current_thread():
-                worker.join()
+            worker.join()
         self._store.close()
 
     def close_from_finalizer(self) -> None:
@@ -496,6 +526,10 @@ class Engine:
         else:
             self._lock.release()
             self.close()
+
+
+def _nothing() -> None:
+    """A job without work."""
 
 
 def _drain(items: deque[_T]) -> Iterator[_T]:

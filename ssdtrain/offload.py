@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ssdtrain.block import Block, Handle, State
+from ssdtrain.block import Block, Handle
 from ssdtrain.config import OffloadConfig
 from ssdtrain.device.base import Transfer
 from ssdtrain.device.cpu import CpuTransfer
@@ -27,7 +27,6 @@ from ssdtrain.saved import (
     Span,
     check_version,
     is_plain,
-    refuse_unfilled,
     saved_unfilled,
 )
 from ssdtrain.schedule import Pass, Schedule
@@ -101,6 +100,10 @@ class OffloadActivations(saved_tensors_hooks):
 _ARENA_WINDOWS = 4
 
 
+# What torch answers when no backward pass is running.
+_NO_TASK = -1
+
+
 class _Kept:
     """What the pack hook returns for an exempt tensor: itself, and its version."""
 
@@ -132,7 +135,6 @@ class _Session:
         self._min_bytes = max(config.min_tensor_bytes, 1)  # an emptied storage has nothing to offload
         self._weights = ModelStorages(model)
         self._pid = os.getpid()
-        self._closed = False
         self._schedule = Schedule()
         self._transfers: dict[str, Transfer] = {
             "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * config.prefetch_bytes))
@@ -140,23 +142,31 @@ class _Session:
         self._warned: set[str] = set()
         self._engine = Engine(open_store(config), config)
         self._thread = _Thread()
-        self.close = weakref.finalize(self, self._engine.close_from_finalizer)
+        self._finalizer = weakref.finalize(self, self._engine.close_from_finalizer)
 
     def begin(self) -> None:
-        if not self.close.alive:
+        self._check_process()
+        if not self._finalizer.alive:
             raise SSDTrainError("this OffloadActivations is closed; make a new one")
+        self._weights.refresh()
+        self._thread.forward = None
+
+    def close(self) -> None:
+        self._engine.close()
+        self._finalizer.detach()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise SSDTrainError(
                 "this OffloadActivations was made before a fork and its threads are in the parent process; "
                 "make one in each process"
             )
-        self._weights.refresh()
-        self._thread.forward = None
 
     def pack(self, tensor: Tensor) -> _Kept | Handle:
         """The pack hook."""
+        self._check_process()
         self._engine.settle(self._thread.written)
-        transfer = None if saved_unfilled(sys._getframe(1)) else self._transfer_for(tensor)
+        transfer = None if saved_unfilled(sys._getframe().f_back) else self._transfer_for(tensor)
         # Detached: an operation may save its own output, and what it saves must not hold the graph that holds it.
         detached = tensor.detach()
         if transfer is None:
@@ -173,7 +183,7 @@ class _Session:
             storage.nbytes() < self._min_bytes
             # Backward is running: reentrant checkpointing recomputes what is needed at once, and a graph of the
             # gradient (create_graph) is mostly used soon.
-            or torch._C._current_graph_task_id() != -1
+            or torch._C._current_graph_task_id() != _NO_TASK
             or self._weights.owns(tensor, storage)
         ):
             return None
@@ -211,17 +221,20 @@ class _Session:
 
     def unpack(self, packed: _Kept | Handle) -> Tensor:
         """The unpack hook."""
-        self._engine.settle(self._thread.written)
+        self._check_process()
         if isinstance(packed, _Kept):
             check_version(packed.tensor, packed.version)
             return packed.tensor
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and packed.block.state is not State.KEPT:
-            refuse_unfilled()
-        return self._engine.fetch(packed, in_backward=in_backward)
+        task = torch._C._current_graph_task_id()
+        tensor = self._engine.fetch(packed, None if task == _NO_TASK else task)
+        # Only now: what had just been written is what backward asks for first.
+        self._engine.settle(self._thread.written)
+        return tensor
 
     def stats(self) -> OffloadStats:
+        self._check_process()
         return self._engine.snapshot()
 
     def synchronize(self) -> None:
+        self._check_process()
         self._engine.synchronize(self._thread.written)

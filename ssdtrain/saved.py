@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ssdtrain.errors import ActivationLostError, InplaceModificationError
+from ssdtrain.storage.base import PAGE
 
 __all__ = [
-    "PAGE",
     "Geometry",
     "ModelStorages",
     "Span",
@@ -24,14 +24,10 @@ __all__ = [
     "saved_unfilled",
 ]
 
-# Restored memory begins at the same place within a page as the original did. Direct I/O then needs no copy, and
-# kernels whose summation order depends on alignment give the same bits.
-PAGE = 4096
-
-# A view that covers less than this share of its storage is stored alone: a slice of a large tensor must not write
-# all of it. Not higher than 1/3, so that q, k and v cut from one projection still share one write; then at most
-# 4 times the view's bytes are written.
-SLICE_SHARE = 4
+# A view whose range of bytes is at most this fraction of its storage is stored alone: a slice of a large tensor
+# must not write all of it. Below 1/3, so that q, k and v cut from one projection still share one write; then at
+# most 4 times the range is written.
+_SLICE_FRACTION = 1 / 4
 
 # From a weight to what autograd saves of its autocast copy: the cast, and at most a few views.
 _MAX_VIEWS_OF_WEIGHT = 4
@@ -72,9 +68,10 @@ class Geometry(NamedTuple):
             tensor = tensor.conj()
         if self.neg:
             tensor = torch._neg_view(tensor)
+        assert Geometry.of(tensor) == self, "autograd does not check what it gets"
         return tensor
 
-    def extent(self) -> tuple[int, int]:
+    def element_range(self) -> tuple[int, int]:
         """First element and one past the last element that the view touches; strides are never negative."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         return self.offset, self.offset + last + 1
@@ -87,15 +84,17 @@ class Span(NamedTuple):
     nbytes: int
     storage_nbytes: int
     skew: int
-    """Address of the part's first byte, modulo `PAGE`."""
+    """Address of the part's first byte, modulo `PAGE`. Restored memory begins at the same place within a page as
+    the original did: direct I/O then needs no copy, and kernels whose summation order depends on alignment give
+    the same bits."""
 
     @classmethod
     def of(cls, storage: torch.UntypedStorage, geometry: Geometry) -> Span:
         """The whole storage, or only the view's bytes where the storage is far larger."""
         total = storage.nbytes()
-        first, end = geometry.extent()
+        first, end = geometry.element_range()
         start, nbytes = first * geometry.dtype.itemsize, (end - first) * geometry.dtype.itemsize
-        if nbytes * SLICE_SHARE > total:
+        if nbytes > total * _SLICE_FRACTION:
             start, nbytes = 0, total
         return cls(start, nbytes, total, (storage.data_ptr() + start) % PAGE)
 
@@ -141,16 +140,16 @@ def check_version(tensor: Tensor, version: int | None) -> None:
         )
 
 
-def saved_unfilled(caller: FrameType) -> bool:
+def saved_unfilled(caller: FrameType | None) -> bool:
     """Whether what is being saved has no value yet, and would be stored without one.
 
     Training-mode rrelu saves its noise and then fills it, and no version tells. Of all differentiable operations of
     torch it is the only one (tests/core/test_unfilled.py tries them).
 
     Args:
-        caller: The Python frame that called the operation.
+        caller: The Python frame that called the operation; None on a thread without Python.
     """
-    return caller.f_code is torch.nn.functional.rrelu.__code__
+    return caller is not None and caller.f_code is torch.nn.functional.rrelu.__code__
 
 
 def refuse_unfilled() -> None:
@@ -179,6 +178,7 @@ class ModelStorages:
         # id -> weak reference. An id alone says nothing, since ids are reused; the reference says whose it is.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._weight_shapes: frozenset[torch.Size] = frozenset()
+        self._frozen_shapes: frozenset[torch.Size] = frozenset()
 
     def refresh(self) -> None:
         """Look again: optimizers, `.to()` and `load_state_dict` may have given parameters other storages."""
@@ -187,8 +187,9 @@ class ModelStorages:
         weights = [leaf for weight in self._weights(self._model) for leaf in _leaves(weight)]
         storages = [weight.untyped_storage() for weight in weights]
         self._refs = {id(storage): weakref.ref(storage) for storage in storages}
-        shapes = {weight.shape for weight in weights if weight.dim() > 1 and weight.dtype.itemsize > 2}
-        self._weight_shapes = frozenset(shapes | {shape[:-2] + shape[:-3:-1] for shape in shapes})
+        wide = [weight for weight in weights if weight.dim() > 1 and weight.dtype.itemsize > 2]
+        self._weight_shapes = _with_transposes(wide)
+        self._frozen_shapes = _with_transposes(weight for weight in wide if not weight.requires_grad)
 
     @staticmethod
     def _weights(model: nn.Module) -> Iterator[Tensor]:
@@ -217,7 +218,7 @@ class ModelStorages:
         # costs memory. A copy of a trained one leads back to the weight through the cast and views.
         node: Any = tensor.grad_fn
         if node is None:
-            return True
+            return tensor.shape in self._frozen_shapes
         for _ in range(_MAX_VIEWS_OF_WEIGHT):
             if len(node.next_functions) != 1 or node.next_functions[0][0] is None:
                 return False
@@ -226,6 +227,11 @@ class ModelStorages:
             if variable is not None:
                 return self._is_weight(variable.untyped_storage())
         return False
+
+
+def _with_transposes(weights: Iterable[Tensor]) -> frozenset[torch.Size]:
+    shapes = {weight.shape for weight in weights}
+    return frozenset(shapes | {shape[:-2] + shape[:-3:-1] for shape in shapes})
 
 
 def _leaves(tensor: Tensor) -> Iterator[Tensor]:

@@ -33,7 +33,10 @@ class Pass:
         self._order: Sequence[int] | None = None
         self._position: dict[int, int] = {}
         self._cursor = 0
+        self._last = -1  # position of the block that was asked for last
         self._asked: dict[int, None] = {}
+        self._task: int | None = None
+        self._asked_by_task: set[int] = set()
         self.shape = 0
         self.live = 0  # blocks that are not freed
 
@@ -42,11 +45,12 @@ class Pass:
         blocks = [ref() for ref in reversed(self._of_storage.get(id(storage), ()))]
         return [block for block in blocks if block is not None and block.identity() is storage]
 
-    def add(self, block: Block, storage: torch.UntypedStorage) -> int:
+    def add(self, block: Block) -> int:
         """Append a block; returns its index."""
         ref = weakref.ref(block)
         self._blocks.append(ref)
-        self._of_storage.setdefault(id(storage), []).append(ref)
+        self._of_storage.setdefault(id(block.source), []).append(ref)
+        self.live += 1
         self.shape = hash((self.shape, block.span.nbytes))
         return len(self._blocks) - 1
 
@@ -55,20 +59,31 @@ class Pass:
         """Whether backward has asked for any block of this pass."""
         return bool(self._asked)
 
-    def ask(self, index: int) -> None:
-        """Backward asks for a block: what was expected before it is no longer worth reading ahead."""
+    def ask(self, index: int, task: int) -> None:
+        """Backward asks for a block: what was expected before it is no longer worth reading ahead.
+
+        Args:
+            index: The block's, in this pass.
+            task: Tells one backward pass over a retained graph from the next.
+        """
+        if task != self._task:
+            self._task = task
+            self._asked_by_task.clear()
+            self._cursor = 0
+        self._asked_by_task.add(index)
         if self._order is None:
             self._order = self._schedule.recall(self.shape) or range(len(self._blocks) - 1, -1, -1)
             self._position = {block: at for at, block in enumerate(self._order)}
         self._asked.setdefault(index)
-        self._cursor = max(self._cursor, self._position.get(index, -1) + 1)
+        self._last = self._position.get(index, -1)
+        self._cursor = max(self._cursor, self._last + 1)
 
     def next(self) -> Block | None:
         """The block that backward is expected to ask for after those taken by `advance`; None at the end."""
         while self._order is not None and self._cursor < len(self._order):
             index = self._order[self._cursor]
             block = self._blocks[index]() if index < len(self._blocks) else None
-            if block is not None and index not in self._asked:
+            if block is not None and index not in self._asked_by_task:
                 return block
             self._cursor += 1
         return None
@@ -78,9 +93,8 @@ class Pass:
         self._cursor += 1
 
     def passed(self, index: int) -> bool:
-        """Whether a block was expected before the last one that backward asked for."""
-        last = next(reversed(self._asked), None)
-        return last is not None and self._position.get(index, -1) < self._position.get(last, -1)
+        """Whether a block is not expected any more: it was to be asked for before the last one that was."""
+        return self._position.get(index, -1) < self._last
 
     def forget(self) -> bool:
         """One block less; with the last one the order is learnt. Returns whether backward has ended so."""

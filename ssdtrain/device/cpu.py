@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ssdtrain.device.base import Incoming, Transfer
 from ssdtrain.memory.pool import BufferPool, Region
-from ssdtrain.saved import PAGE, Span
-from ssdtrain.storage.base import HostBuffer
+from ssdtrain.saved import Span
+from ssdtrain.storage.base import PAGE, HostBuffer
 
 __all__ = ["CpuTransfer"]
 

@@ -1,7 +1,7 @@
 """The memory that restored blocks live in: page-aligned, reused, bounded.
 
 Fresh memory costs a page fault and a page of zeros for every 4 KiB before the disk's bytes overwrite it. Here one
-arena is faulted in once, in huge pages, and cut into ranges of any size, so that the room of two small blocks serves
+arena is faulted in in huge pages, and cut into ranges of any size, so that the room of two small blocks serves
 a large one and the other way round.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
 import weakref
 from collections import deque
@@ -16,12 +17,13 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ssdtrain.saved import PAGE
+from ssdtrain.storage.base import PAGE
 from ssdtrain.storage.extents import ExtentAllocator
 
 __all__ = ["BufferPool", "Region"]
 
-_NO_HUGE_PAGES_BELOW = 2 << 20
+# Address space is not memory: an arena may be larger than what is free. Linux's number, where Python has no name.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class Region:
@@ -52,7 +54,7 @@ class BufferPool:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._memory = _map(max(capacity, PAGE))
+        self._memory = _map(max(capacity, PAGE), huge=True)
         self._returned: deque[int] = deque()  # offsets on their way back; a deque needs no lock
         self._ranges_lock = threading.Lock()  # guards _ranges
         self._ranges = ExtentAllocator(PAGE)
@@ -64,15 +66,21 @@ class BufferPool:
             self._collect()
             offset = self._ranges.allocate(nbytes + skew)
         if offset is None:
-            return self.reserve(nbytes, skew)
+            return self.reserve(nbytes, skew, huge=True)
         region = Region(self._memory, offset + skew, nbytes)
         region.on_death(self, offset)
         return region
 
     @staticmethod
-    def reserve(nbytes: int, skew: int) -> Region:
-        """A mapping of its own: for what the arena has no room for, or of which only a small part is touched."""
-        return Region(_map(nbytes + skew), skew, nbytes)
+    def reserve(nbytes: int, skew: int, *, huge: bool = False) -> Region:
+        """A mapping of its own: for what the arena has no room for, or of which only a small part is touched.
+
+        Args:
+            nbytes: Its length.
+            skew: Where it begins, modulo the page size.
+            huge: In huge pages: not for a small part, which would have whole ones behind it.
+        """
+        return Region(_map(nbytes + skew, huge=huge), skew, nbytes)
 
     def give(self, offset: int) -> None:
         """Take a range back. Called when a storage dies, which may be anywhere, inside any lock: never waits."""
@@ -98,9 +106,10 @@ class BufferPool:
             self._ranges.free(self._returned.popleft())
 
 
-def _map(nbytes: int) -> mmap.mmap:
+def _map(nbytes: int, *, huge: bool) -> mmap.mmap:
     nbytes = -(-nbytes // PAGE) * PAGE
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= _NO_HUGE_PAGES_BELOW and hasattr(mmap, "MADV_HUGEPAGE"):
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, nbytes, flags=flags)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

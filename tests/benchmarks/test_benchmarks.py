@@ -32,7 +32,7 @@ def test_engine_throughput_prints_a_row_for_each_size_and_direction(tmp_path):
     expected = [(65536, "write"), (65536, "read"), (1048576, "write"), (1048576, "read")]
     assert [(row["block_bytes"], row["direction"]) for row in rows] == expected
     assert all(row["ratio"] > 0 and len(row["ratios"]) == 2 for row in rows)
-    assert os.listdir(tmp_path) == ["result.json"]
+    assert list(tmp_path.iterdir()) == [result]
 
 
 def test_engine_throughput_without_fio_names_the_package(tmp_path):
@@ -49,11 +49,15 @@ def test_hook_cost_prints_a_row_for_each_kind_and_number_of_blocks(tmp_path):
     assert len(done.stdout.splitlines()) == 1 + 8 + 1
     rows = json.loads(result.read_text())["results"]
     kinds = ["no-op hooks", "offloaded", "exempt: small", "exempt: weight"]
-    assert [(row["live"], row["kind"]) for row in rows] == [(live, kind) for live in (5, 50) for kind in kinds]
+    assert [(row["live"], row["kind"]) for row in rows] == [
+        (live, kind) for live in (5, 50) for kind in kinds
+    ]
     assert all(row["pack"] > 0 and row["unpack"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("options", [[], ["--random-shapes", "--faults"]], ids=["plain", "random shapes, faults"])
+@pytest.mark.parametrize(
+    "options", [[], ["--random-shapes", "--faults"]], ids=["plain", "random shapes, faults"]
+)
 def test_soak_holds_nothing_between_steps_and_grows_nothing(tmp_path, options):
     result = tmp_path / "result.json"
     tiny = ["--steps", "40", "--layers", "3", "--dir", str(tmp_path), "--json", str(result)]

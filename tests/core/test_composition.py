@@ -170,6 +170,7 @@ class TestCompiler:
         # One unpack for each pack: the hooks ran when the graph did, not when it was traced.
         assert stats.bytes_read <= stats.bytes_written
 
+    @pytest.mark.filterwarnings("default")  # Dynamo warns that it cannot trace the hooks, and runs them eagerly
     def test_the_context_inside_a_compiled_function(self, offload):
         def step(x):
             with offload:

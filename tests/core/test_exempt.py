@@ -98,7 +98,7 @@ class TestWeights:
         assert_only_the_input_is_written(lambda x: x @ model.weight.t()[:, :100])
         assert_only_the_input_is_written(lambda x: x @ model.weight.view(4, 64, 64)[2])
 
-    def test_buffers(self, make_offload):
+    def test_buffers_also_new_ones(self, make_offload):
         class Scaled(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -108,7 +108,10 @@ class TestWeights:
                 return x * self.scale
 
         model = Scaled()
-        assert written(make_offload(model), lambda: model(leaf(16, 64)).sum()) == 0
+        offload = make_offload(model)
+        assert written(offload, lambda: model(leaf(16, 64)).sum()) == 0
+        model.scale = torch.randn(16, 64)
+        assert written(offload, lambda: model(leaf(16, 64)).sum()) == 0
 
     def test_running_statistics(self, make_offload):
         model = nn.BatchNorm1d(64)

@@ -243,15 +243,14 @@ class TestDeadWorkers:
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         del y
 
-    def test_pack_and_backward_raise(self, offload):
+    def test_pack_raises_and_backward_takes_what_is_in_memory(self, offload):
         with offload:
             loss = leaf(64, 64).exp().sum()
         with pytest.raises(SSDTrainError):
             offload.synchronize()
         with pytest.raises(SSDTrainError, match="a bug in a store"), offload:
             leaf(64, 64).exp()
-        with pytest.raises(SSDTrainError, match="a bug in a store"):
-            loss.backward()
+        loss.backward()  # needs no thread: the bytes are still in memory
 
     def test_waiting_for_room_raises(self, make_offload):
         offload = make_offload(

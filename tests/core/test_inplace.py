@@ -336,7 +336,9 @@ class TestChangesWithoutAVersion:
 
         assert_same_bits(run(offload), run(None))
 
-    @pytest.mark.xfail(strict=True, reason="a limit: within a pass, nothing tells that the memory has changed")
+    @pytest.mark.xfail(
+        strict=True, reason="a limit: within a pass, nothing tells that the memory has changed"
+    )
     def test_a_tensor_whose_data_changed_within_a_pass(self, offload):
         def run(context):
             x, factor = torch.ones(64, 64, requires_grad=True), torch.full((64, 64), 3.0)

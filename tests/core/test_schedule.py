@@ -7,6 +7,8 @@ import pytest
 
 from ssdtrain.schedule import Pass, Schedule
 
+TASK = 1  # one backward pass, as autograd numbers them
+
 
 class Span:
     def __init__(self, nbytes):
@@ -22,8 +24,8 @@ class Block:
 
     def __init__(self, nbytes=1):
         self.span = Span(nbytes)
-        self.storage = Storage()
-        self.identity = weakref.ref(self.storage)
+        self.source = Storage()
+        self.identity = weakref.ref(self.source)
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def schedule():
 def forward(schedule, sizes=(1, 1, 1, 1)):
     one = Pass(schedule)
     blocks = [Block(size) for size in sizes]
-    assert [one.add(block, block.storage) for block in blocks] == list(range(len(blocks)))
+    assert [one.add(block) for block in blocks] == list(range(len(blocks)))
     return one, blocks
 
 
@@ -49,7 +51,7 @@ def expected(one, blocks):
 
 def ask_all(one, blocks, order):
     for at in order:
-        one.ask(at)
+        one.ask(at, TASK)
     for _ in blocks:
         one.forget()
 
@@ -62,7 +64,7 @@ def test_nothing_is_expected_before_backward_has_asked(schedule):
 
 def test_the_reverse_of_packing_until_an_order_is_known(schedule):
     one, blocks = forward(schedule)
-    one.ask(3)
+    one.ask(3, TASK)
     assert one.begun_backward
     assert expected(one, blocks) == [2, 1, 0]
 
@@ -71,14 +73,14 @@ def test_the_order_of_the_last_backward(schedule):
     one, blocks = forward(schedule)
     ask_all(one, blocks, [3, 1, 2, 0])
     two, blocks = forward(schedule)
-    two.ask(3)
+    two.ask(3, TASK)
     assert expected(two, blocks) == [1, 2, 0]
 
 
 def test_an_order_is_learnt_when_the_last_block_is_freed(schedule):
     one, blocks = forward(schedule)
     for at in (3, 1, 2, 0):
-        one.ask(at)
+        one.ask(at, TASK)
     assert [bool(one.forget()) for _ in blocks] == [False, False, False, True]
 
 
@@ -87,7 +89,7 @@ def test_the_newest_order_counts(schedule):
         one, blocks = forward(schedule)
         ask_all(one, blocks, order)
     two, blocks = forward(schedule)
-    two.ask(0)
+    two.ask(0, TASK)
     assert expected(two, blocks) == [1, 2, 3]
 
 
@@ -95,21 +97,21 @@ def test_another_shape_has_its_own_order(schedule):
     one, blocks = forward(schedule)
     ask_all(one, blocks, [0, 1, 2, 3])
     two, blocks = forward(schedule, sizes=(2, 2, 2, 2))
-    two.ask(3)
+    two.ask(3, TASK)
     assert expected(two, blocks) == [2, 1, 0]
 
 
 def test_what_was_asked_for_is_not_expected_again(schedule):
     one, blocks = forward(schedule)
-    one.ask(3)
-    one.ask(1)
+    one.ask(3, TASK)
+    one.ask(1, TASK)
     assert expected(one, blocks) == [0]
 
 
 def test_a_jump_back_does_not_bring_back_what_was_taken(schedule):
     one, blocks = forward(schedule)
-    one.ask(0)
-    one.ask(3)
+    one.ask(0, TASK)
+    one.ask(3, TASK)
     assert expected(one, blocks) == []
 
 
@@ -118,7 +120,7 @@ def test_dead_blocks_are_skipped(schedule):
     kept = [blocks[0], blocks[2], blocks[3]]
     del blocks
     gc.collect()
-    one.ask(3)
+    one.ask(3, TASK)
     assert expected(one, kept) == [1, 0]
 
 
@@ -127,7 +129,7 @@ def test_a_pass_that_backward_never_asked_teaches_nothing(schedule):
     for _ in blocks:
         one.forget()
     two, blocks = forward(schedule)
-    two.ask(3)
+    two.ask(3, TASK)
     assert expected(two, blocks) == [2, 1, 0]
 
 
@@ -135,7 +137,7 @@ def test_blocks_that_were_not_asked_for_are_not_expected(schedule):
     one, blocks = forward(schedule)
     ask_all(one, blocks, [3, 0])
     two, blocks = forward(schedule)
-    two.ask(3)
+    two.ask(3, TASK)
     assert expected(two, blocks) == [0]
 
 
@@ -146,13 +148,13 @@ def test_the_least_recently_used_shape_is_forgotten():
         ask_all(one, blocks, [0, 1, 2])
     for size, wanted in ((1, []), (3, [1, 2])):
         two, blocks = forward(schedule, sizes=(size, size, size))
-        two.ask(0)
+        two.ask(0, TASK)
         assert expected(two, blocks) == wanted
 
 
 def test_a_guess_is_passed_when_a_later_one_was_asked_for(schedule):
     one, _blocks = forward(schedule)
-    one.ask(1)
+    one.ask(1, TASK)
     assert one.passed(3)
     assert one.passed(2)
     assert not one.passed(0)
@@ -160,23 +162,23 @@ def test_a_guess_is_passed_when_a_later_one_was_asked_for(schedule):
 
 def test_blocks_are_found_by_their_storage(schedule):
     one, blocks = forward(schedule)
-    assert one.blocks_of(blocks[2].storage) == [blocks[2]]
+    assert one.blocks_of(blocks[2].source) == [blocks[2]]
     assert one.blocks_of(Storage()) == []
 
 
 def test_of_several_blocks_of_a_storage_the_newest_comes_first(schedule):
     one, (block, *_others) = forward(schedule)
     newer = Block()
-    newer.identity = block.identity
-    one.add(newer, block.storage)
-    assert one.blocks_of(block.storage) == [newer, block]
+    newer.source, newer.identity = block.source, block.identity
+    one.add(newer)
+    assert one.blocks_of(block.source) == [newer, block]
 
 
 def test_a_storage_with_the_id_of_a_dead_one_has_no_blocks(schedule):
     one, (block, *_others) = forward(schedule)
     other = Storage()
     block.identity = weakref.ref(other)
-    assert one.blocks_of(block.storage) == []
+    assert one.blocks_of(block.source) == []
 
 
 def test_dropped_graphs_do_not_add_up_in_a_pass_that_goes_on(schedule):
@@ -184,4 +186,12 @@ def test_dropped_graphs_do_not_add_up_in_a_pass_that_goes_on(schedule):
     for _ in blocks:
         one.forget()
     assert one.shape == Pass(schedule).shape
-    assert one.add(Block(), Storage()) == 0
+    assert one.add(Block()) == 0
+
+
+def test_another_backward_of_the_same_graph_expects_all_again(schedule):
+    one, blocks = forward(schedule)
+    for at in (3, 2, 1, 0):
+        one.ask(at, TASK)
+    one.ask(3, TASK + 1)
+    assert expected(one, blocks) == [2, 1, 0]
