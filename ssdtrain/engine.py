@@ -26,6 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from ssdtrain.block import Block, Handle, State
@@ -68,7 +69,6 @@ class Engine:
         self._pid = os.getpid()
 
         self._lock = threading.Lock()  # guards everything below, and the blocks
-        self._work = threading.Condition(self._lock)  # a worker may have something to do
         self._done = threading.Condition(self._lock)  # a write or a read has ended
         self._queue = StoreQueue(config.store_queue_bytes)
         self._ahead = ReadAhead(config.prefetch_bytes)
@@ -79,6 +79,10 @@ class Engine:
         self._warned = False
         self._crash: BaseException | None = None
         self._closing = False
+
+        # One item for each thing that a worker may have to do. Not a condition of the lock: a thread woken by one
+        # holds the lock while it waits for the GIL, and the compute thread, which has that, for the lock.
+        self._wake: SimpleQueue[None] = SimpleQueue()
 
         # These need no lock: a deque's append and popleft are atomic.
         self._dead: deque[tuple[Block, int, bool]] = deque()  # handles, see [Note: Dying handles]
@@ -99,11 +103,18 @@ class Engine:
 
     # Forward.
 
-    def count_exempt(self) -> None:
-        """One more saved tensor that is not offloaded."""
+    def exempt(self, written: deque[Block]) -> None:
+        """One more saved tensor that is not offloaded.
+
+        Args:
+            written: The calling thread's own, to be settled. See [Note: Who may let go of memory].
+        """
         with self._lock:
             self._counters["tensors_packed"] += 1
             self._counters["tensors_exempt"] += 1
+            doomed = self._settle(written)
+        del doomed
+        self._sweep()
 
     def share(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle | None:
         """A handle on a block that is there, for one more saved tensor; None if the block is gone.
@@ -114,7 +125,7 @@ class Engine:
             tensor: Detached, plain. Held until the block is spilled.
         """
         with self._lock:
-            doomed = self._bury()
+            doomed = self._bury() + self._settle(block.written)
             handle = None if block.state is State.FREED else self._join(block, geometry, tensor)
             self._counters["blocks_deduplicated"] += handle is not None
         del doomed
@@ -141,7 +152,7 @@ class Engine:
             block.index = block.forward.add(block)
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
-                self._work.notify()
+                self._wake.put(None)
             else:
                 self._counters["blocks_kept"] += 1
         doomed.clear()
@@ -153,20 +164,11 @@ class Engine:
         self._counters["tensors_packed"] += 1
         return Handle(self, block, block.join(tensor), geometry)
 
-    def settle(self, written: deque[Block]) -> None:
-        """Let go of the memory of blocks whose write has ended. See [Note: Who may let go of memory].
+    def synchronize(self, written: deque[Block]) -> None:
+        """Wait until no store is queued or running, and settle.
 
         Args:
             written: The calling thread's own.
-        """
-        if written:
-            with self._lock:
-                doomed = self._settle(written)
-            del doomed
-            self._sweep()
-
-    def synchronize(self, written: deque[Block]) -> None:
-        """Wait until no store is queued or running, and settle.
 
         Raises:
             StoreError: A write failed, and the config says raise.
@@ -187,6 +189,7 @@ class Engine:
         return self._queue.has_room(block) or self._queue.unwritten == 0
 
     def _settle(self, written: deque[Block]) -> list[object]:
+        """Let go of the memory of blocks whose write has ended."""
         doomed: list[object] = []
         while written:
             block = written.popleft()
@@ -204,12 +207,13 @@ class Engine:
 
     # Backward.
 
-    def fetch(self, handle: Handle, task: int | None) -> Tensor:
+    def fetch(self, handle: Handle, task: int | None, written: deque[Block]) -> Tensor:
         """The saved tensor that a handle stands for.
 
         Args:
             handle: From `share`.
             task: The number of the backward pass that asks, whose order is worth learning; None outside one.
+            written: The calling thread's own, to be settled.
 
         Raises:
             ActivationLostError: The block cannot be read back.
@@ -227,6 +231,8 @@ class Engine:
             restored = self._claim(handle) if original is None else None
             if task is not None:
                 self._read_ahead(block.forward)
+            # Only now: what has just been written is what backward asks for first.
+            doomed += self._settle(written)
         if original is None:
             original = handle.view(self._read_now(handle) if restored is None else restored)
         del doomed
@@ -261,7 +267,7 @@ class Engine:
             self._counters["blocks_forwarded"] += block.state is State.QUEUED
             self._spare(block)
         if self._ahead.waiting:
-            self._work.notify_all()
+            self._wake_all()
 
     def _mark_read(self, handle: Handle) -> None:
         block = handle.block
@@ -318,28 +324,33 @@ class Engine:
     # Worker threads.
 
     def _run(self) -> None:
+        doomed: list[object] = []
         try:
-            while (job := self._next_job()) is not None:
+            while (job := self._next_job(doomed)) is not None:
+                doomed.clear()
+                self._sweep()
                 job()
                 del job  # a waiting thread must not keep a block alive
-                self._tidy()
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for this thread
             with self._lock:
                 self._crash = error
                 self._done.notify_all()
 
-    def _next_job(self) -> Callable[[], None] | None:
-        """Wait for a read, else a store; None when closing."""
+    def _next_job(self, doomed: list[object]) -> Callable[[], None] | None:
+        """A read, else a store, else waiting for one; None when closing."""
         with self._lock:
-            while not self._closing:
-                if (block := self._ahead.take()) is not None:
-                    return partial(self._read_for_later, block)
-                if (block := self._queue.take()) is not None:
-                    return partial(self._write, block)
-                if self._idle:
-                    return _nothing  # but the tidying after it
-                self._work.wait()
-        return None
+            doomed += self._bury()
+            if self._closing:
+                return None
+            if (block := self._ahead.take()) is not None:
+                return partial(self._read_for_later, block)
+            if (block := self._queue.take()) is not None:
+                return partial(self._write, block)
+        return self._wake.get
+
+    def _wake_all(self) -> None:
+        for _ in self._workers:
+            self._wake.put(None)
 
     def _read_for_later(self, block: Block) -> None:
         try:
@@ -424,7 +435,7 @@ class Engine:
         self._live_blocks -= 1
         if block.forward.forget():
             self._idle.append(block.transfer)
-            self._work.notify()
+            self._wake.put(None)
         return block.release_all()
 
     def _cancel(self, block: Block, to: State) -> None:
@@ -450,10 +461,12 @@ class Engine:
 
     def _sweep(self) -> None:
         """Give freed extents and idle memory back. Without the lock: stores and pools have their own."""
-        for extent in _drain(self._freed):
-            self._store.free(extent)
-        for transfer in _drain(self._idle):
-            transfer.trim()
+        if self._freed:
+            for extent in _drain(self._freed):
+                self._store.free(extent)
+        if self._idle:
+            for transfer in _drain(self._idle):
+                transfer.trim()
 
     # Waiting, watching, ending.
 
@@ -511,7 +524,7 @@ class Engine:
             self._closing = True
             self._queue.cancel_all()
             self._ahead.stop()
-            self._work.notify_all()
+            self._wake_all()
         for worker in self._workers:
             worker.join()
         self._store.close()
@@ -526,10 +539,6 @@ class Engine:
         else:
             self._lock.release()
             self.close()
-
-
-def _nothing() -> None:
-    """A job without work."""
 
 
 def _drain(items: deque[_T]) -> Iterator[_T]:

@@ -119,7 +119,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.forward: Pass | None = None
-        self.written: deque[Block] = deque()  # blocks packed here whose memory awaits `Engine.settle`
+        self.written: deque[Block] = deque()  # blocks packed here whose memory is to be let go
 
 
 class _Session:
@@ -165,12 +165,11 @@ class _Session:
     def pack(self, tensor: Tensor) -> _Kept | Handle:
         """The pack hook."""
         self._check_process()
-        self._engine.settle(self._thread.written)
         transfer = None if saved_unfilled(sys._getframe().f_back) else self._transfer_for(tensor)
         # Detached: an operation may save its own output, and what it saves must not hold the graph that holds it.
         detached = tensor.detach()
         if transfer is None:
-            self._engine.count_exempt()
+            self._engine.exempt(self._thread.written)
             return _Kept(detached)
         return self._offload(detached, transfer)
 
@@ -226,10 +225,7 @@ class _Session:
             check_version(packed.tensor, packed.version)
             return packed.tensor
         task = torch._C._current_graph_task_id()
-        tensor = self._engine.fetch(packed, None if task == _NO_TASK else task)
-        # Only now: what had just been written is what backward asks for first.
-        self._engine.settle(self._thread.written)
-        return tensor
+        return self._engine.fetch(packed, None if task == _NO_TASK else task, self._thread.written)
 
     def stats(self) -> OffloadStats:
         self._check_process()

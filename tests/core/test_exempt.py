@@ -205,6 +205,13 @@ class TestSmallTensors:
         assert_same_bits(backward(program, offload), backward(program))
         assert offload.stats.bytes_written == 0
 
+    def test_a_view_of_no_elements_of_a_large_storage(self, offload):
+        def build():
+            return [leaf(64, 64)], lambda x: (x * 1)[5:5].sin().sum()
+
+        assert_same_bits(backward(build, offload), backward(build))
+        assert offload.stats.bytes_written == 0
+
     def test_a_storage_that_was_emptied(self, make_offload):
         """As sharded training does with gathered weights."""
         offload = make_offload(min_tensor_bytes=0)

@@ -309,6 +309,32 @@ assert offload.stats.bytes_read > 0
 """
         run(code, tmp_path)
 
+    def test_a_fork_asks_nothing_of_the_store(self, tmp_path):
+        """The file is shared: what the child cut off would be gone for the parent."""
+        code = """
+from ssdtrain.storage import DirectStore
+from ssdtrain.testing import RecordingStore
+import contextlib
+import ssdtrain.offload
+store = RecordingStore(DirectStore(sys.argv[1]))
+ssdtrain.offload.open_store = lambda config: store
+offload = ssdtrain.OffloadActivations(min_tensor_bytes=1)
+loss = forward(x)
+offload.synchronize()
+child = os.fork()
+if child == 0:
+    before = len(store.operations)
+    del loss
+    gc.collect()
+    with contextlib.suppress(ssdtrain.SSDTrainError):
+        offload.stats
+    os._exit(0 if len(store.operations) == before else 9)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+loss.backward()
+assert torch.equal(x.grad, gradient(x))
+"""
+        run(code, tmp_path)
+
     def test_a_fork_cannot_enter(self, tmp_path):
         code = """
 child = os.fork()
