@@ -46,6 +46,9 @@ class State(enum.Enum):
     RESTORED = "on disk and in restored memory"
     FREED = "nowhere"
 
+    # Members are singletons; the hash of Enum is Python, and states are looked up several times a block.
+    __hash__ = object.__hash__
+
 
 _IN_STORE_QUEUE = frozenset({State.QUEUED, State.WRITING, State.WRITTEN})
 
@@ -230,4 +233,6 @@ class Handle:
         return self.geometry.view(restored)
 
     def __del__(self) -> None:
-        self.engine.release(self.block, self.key, read=self.read)
+        # Dynamo, where it traces the hooks, makes handles without __init__.
+        if hasattr(self, "read"):
+            self.engine.release(self.block, self.key, read=self.read)

@@ -152,12 +152,14 @@ class Engine:
             block.index = block.forward.add(block)
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
-                self._wake.put(None)
             else:
                 self._counters["blocks_kept"] += 1
         doomed.clear()
         self._sweep()
         self._report()
+        # Last: whatever lets go of the GIL after it would run the worker's Python before the caller's.
+        if block.state is State.QUEUED:
+            self._wake_one()
         return handle
 
     def _join(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle:
@@ -348,6 +350,11 @@ class Engine:
                 return partial(self._write, block)
         return self._wake.get
 
+    def _wake_one(self) -> None:
+        # A worker that is awake finds its work without: more items than workers would only be picked up later.
+        if self._wake.qsize() < len(self._workers):
+            self._wake.put(None)
+
     def _wake_all(self) -> None:
         for _ in self._workers:
             self._wake.put(None)
@@ -435,7 +442,7 @@ class Engine:
         self._live_blocks -= 1
         if block.forward.forget():
             self._idle.append(block.transfer)
-            self._wake.put(None)
+            self._wake_one()
         return block.release_all()
 
     def _cancel(self, block: Block, to: State) -> None:

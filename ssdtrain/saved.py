@@ -200,12 +200,14 @@ class ModelStorages:
         """Whether a saved tensor is a weight, a view of one, or the low-precision copy that autocast made of one."""
         if self._is_weight(storage):
             return True
-        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+        owner = tensor._base if tensor._is_view() else tensor
+        # The first test spares most tensors the second, for which nn.Parameter runs Python.
+        if type(owner) is not Tensor and isinstance(owner, nn.Parameter):
             return True
         # Whether autocast is on cannot be asked here: operations that it has cast for run with it off.
         return (
-            tensor.dtype is torch.get_autocast_dtype(tensor.device.type)
-            and tensor.shape in self._weight_shapes
+            tensor.shape in self._weight_shapes
+            and tensor.dtype is torch.get_autocast_dtype(tensor.device.type)
             and self._derives_from_weight(tensor)
         )
 
