@@ -4,7 +4,7 @@
 An in-place operation bumps a tensor's version after it has changed the bytes. A worker that looks at the
 version when its write ends can therefore miss a change that is half done. So a worker never lets go of the
 original memory: it hands the block back through `Block.written`, and the thread that packed the block lets go
-(`settle`) the next time that it packs or unpacks. Then no operation of that thread is under way, and an
+(`_settle`) the next time that it packs or unpacks. Then no operation of that thread is under way, and an
 unchanged version means that the bytes on disk are the saved ones. If the version did move, the block is kept,
 and backward raises as torch does.
 
@@ -146,7 +146,7 @@ class Engine:
             doomed = self._bury() + self._settle(block.written)
             self._check_stores()
             if self._wait_when_full and not self._closing:
-                self._wait(lambda: self._room_after_settling(block, doomed))
+                self._stall_seconds += self._wait(lambda: self._room_after_settling(block, doomed))
             handle = self._join(block, geometry, tensor)
             self._live_blocks += 1
             block.index = block.forward.add(block)
@@ -176,9 +176,7 @@ class Engine:
             StoreError: A write failed, and the config says raise.
         """
         with self._lock:
-            stalled = self._stall_seconds
-            self._wait(lambda: self._queue.unwritten == 0)
-            self._stall_seconds = stalled  # the caller asked to wait
+            self._wait(lambda: self._queue.unwritten == 0)  # no stall: the caller asked to wait
             doomed = self._settle(written)
             self._check_stores()
         del doomed
@@ -213,7 +211,7 @@ class Engine:
         """The saved tensor that a handle stands for.
 
         Args:
-            handle: From `share`.
+            handle: From `store` or `share`.
             task: The number of the backward pass that asks, whose order is worth learning; None outside one.
             written: The calling thread's own, to be settled.
 
@@ -228,7 +226,7 @@ class Engine:
             if task is not None:
                 block.forward.ask(block.index, task)
             if block.state is State.READING:
-                self._wait(lambda: block.state is not State.READING)
+                self._stall_seconds += self._wait(lambda: block.state is not State.READING)
             original = self._forward(handle) if block.in_original_memory() else None
             restored = self._claim(handle) if original is None else None
             if task is not None:
@@ -477,8 +475,8 @@ class Engine:
 
     # Waiting, watching, ending.
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        """Wait for workers; the lock is free meanwhile."""
+    def _wait(self, until: Callable[[], bool]) -> float:
+        """Wait for workers; the lock is free meanwhile. Returns the seconds that it took."""
         began = time.perf_counter()
         while not until():
             self._check_workers()
@@ -487,7 +485,7 @@ class Engine:
                     "an I/O thread of ssdtrain is gone; after a fork it lives in the parent only"
                 )
             self._done.wait(_HEARTBEAT_SECONDS)
-        self._stall_seconds += time.perf_counter() - began
+        return time.perf_counter() - began
 
     def _check_workers(self) -> None:
         if self._crash is not None:

@@ -47,7 +47,7 @@ class CpuTransfer(Transfer):
         """Nothing: the read had ended before the tensor was made."""
 
     def trim(self) -> None:
-        """Empty the pool's free lists."""
+        """Give the pool's free memory back."""
         self._pool.trim()
 
 

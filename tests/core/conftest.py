@@ -1,16 +1,11 @@
 """Offloaders over real files and over stores that a test controls."""
 
-import os
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 
 import ssdtrain
 import ssdtrain.offload
 from ssdtrain.storage import HostStore
-from ssdtrain.storage.linux import filesystem_type
 from ssdtrain.testing import FaultyStore, GatedStore, RecordingStore
 
 
@@ -21,21 +16,6 @@ def one_compute_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def tmp_path(tmp_path):
-    """On a disk, also where /tmp is RAM."""
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        in_ram = filesystem_type(fd) == "tmpfs"
-    finally:
-        os.close(fd)
-    if not in_ram:
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
-        yield Path(directory)
 
 
 @pytest.fixture
