@@ -82,14 +82,10 @@ class ReadAhead:
         self._blocks: dict[Block, None] = {}  # in the order in which they were queued
         self._bytes = 0
         self._to_read: deque[Block] = deque()
+        self.queued_bytes = 0  # of all that were ever queued
 
     def __contains__(self, block: Block) -> bool:
         return block in self._blocks
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there may be something to read."""
-        return bool(self._to_read)
 
     def extend(self, forward: Pass) -> Iterator[Block]:
         """Queue what backward is expected to ask for, as far as the budget goes.
@@ -105,6 +101,7 @@ class ReadAhead:
                     return
                 self._blocks[block] = None
                 self._bytes += block.span.nbytes
+                self.queued_bytes += block.span.nbytes
                 self._to_read.append(block)
             forward.advance()
 

@@ -11,7 +11,7 @@ and backward raises as torch does.
 [Note: Dying handles]
 A handle can die anywhere: in backward, or in a garbage collection that starts inside one of the critical
 sections below. `release` therefore only appends to a queue, and works the queue off only if it gets the lock
-without waiting. Extents are given back by the next ordinary call, since a store has locks of its own. Memory
+without waiting. Extents are given back by the workers (`_sweep`), since a store has locks of its own. Memory
 that is let go is dropped outside the lock too: unmapping takes a while. Methods that collect it return it.
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 import warnings
@@ -26,14 +27,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from ssdtrain.block import Block, Handle, State
 from ssdtrain.budgets import ReadAhead, StoreQueue
-from ssdtrain.errors import ActivationLostError, SSDTrainError, StoreError
+from ssdtrain.errors import ActivationLostError, StoreError
 from ssdtrain.saved import check_version, refuse_unfilled
 from ssdtrain.stats import OffloadStats
+from ssdtrain.workers import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,28 +78,22 @@ class Engine:
         self._stall_seconds = 0.0
         self._store_error: StoreError | None = None  # the first, or the first since one was raised
         self._warned = False
-        self._crash: BaseException | None = None
         self._closing = False
-
-        # One item for each thing that a worker may have to do. Not a condition of the lock: a thread woken by one
-        # holds the lock while it waits for the GIL, and the compute thread, which has that, for the lock.
-        self._wake: SimpleQueue[None] = SimpleQueue()
 
         # These need no lock: a deque's append and popleft are atomic.
         self._dead: deque[tuple[Block, int, bool]] = deque()  # handles, see [Note: Dying handles]
         self._freed: deque[Extent] = deque()  # to be given back to the store
         self._idle: deque[Transfer] = deque()  # to be trimmed: a forward pass has no blocks left
 
-        self._workers = [
-            threading.Thread(target=self._run, name=f"ssdtrain-io-{number}", daemon=True)
-            for number in range(config.io_threads * store.members)
-        ]
         try:
-            for worker in self._workers:
-                worker.start()
-        except RuntimeError:  # no more threads to be had
-            self._workers = [worker for worker in self._workers if worker.is_alive()]
-            self.close()
+            self._workers = Workers(
+                config.io_threads * store.members,
+                next_job=self._next_job,
+                on_crash=self._wake_waiting,
+                smallest_budget=min(config.store_queue_bytes, config.prefetch_bytes or sys.maxsize),
+            )
+        except RuntimeError:
+            store.close()
             raise
 
     # Forward.
@@ -114,7 +109,6 @@ class Engine:
             self._counters["tensors_exempt"] += 1
             doomed = self._settle(written)
         del doomed
-        self._sweep()
 
     def share(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle | None:
         """A handle on a block that is there, for one more saved tensor; None if the block is gone.
@@ -152,15 +146,19 @@ class Engine:
             block.index = block.forward.add(block)
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
+                wake = self._workers.queued(block.span.nbytes)
             else:
                 self._counters["blocks_kept"] += 1
+                wake = False
         doomed.clear()
-        self._sweep()
         self._report()
-        # Last: whatever lets go of the GIL after it would run the worker's Python before the caller's.
-        if block.state is State.QUEUED:
-            self._wake_one()
+        if wake:
+            self._workers.wake()
         return handle
+
+    def end_forward(self) -> None:
+        """No more blocks are to come for now: write what waits for company, see [Note: Waking workers]."""
+        self._workers.wake()
 
     def _join(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle:
         self._counters["tensors_packed"] += 1
@@ -180,7 +178,6 @@ class Engine:
             doomed = self._settle(written)
             self._check_stores()
         del doomed
-        self._sweep()
         self._report()
 
     def _room_after_settling(self, block: Block, doomed: list[object]) -> bool:
@@ -229,14 +226,14 @@ class Engine:
                 self._stall_seconds += self._wait(lambda: block.state is not State.READING)
             original = self._forward(handle) if block.in_original_memory() else None
             restored = self._claim(handle) if original is None else None
-            if task is not None:
-                self._read_ahead(block.forward)
+            wake = task is not None and self._read_ahead(block.forward)
             # Only now: what has just been written is what backward asks for first.
             doomed += self._settle(written)
         if original is None:
             original = handle.view(self._read_now(handle) if restored is None else restored)
         del doomed
-        self._sweep()
+        if wake:
+            self._workers.wake()
         return original
 
     def _forward(self, handle: Handle) -> Tensor:
@@ -262,12 +259,15 @@ class Engine:
             block.begin_reading()
         return restored
 
-    def _read_ahead(self, forward: Pass) -> None:
+    def _read_ahead(self, forward: Pass) -> bool:
+        """Queue what backward will ask for; returns whether workers are to be woken."""
+        before = self._ahead.queued_bytes
         for block in self._ahead.extend(forward):
             self._counters["blocks_forwarded"] += block.state is State.QUEUED
             self._spare(block)
-        if self._ahead.waiting:
-            self._wake_all()
+        more = self._ahead.queued_bytes - before
+        # The last ones have no company to wait for.
+        return more > 0 and (self._workers.queued(more) or forward.next() is None)
 
     def _mark_read(self, handle: Handle) -> None:
         block = handle.block
@@ -285,7 +285,8 @@ class Engine:
             block.wanted = True
 
     def _read_now(self, handle: Handle) -> Tensor:
-        """Read on the calling thread: it has nothing else to do, and no other thread has to wake up."""
+        """Read on the calling thread: it has nothing else to do, and no other thread has to wake up for it."""
+        self._workers.wake()
         began = time.perf_counter()
         restored = self._read(handle.block)
         with self._lock:
@@ -321,41 +322,23 @@ class Engine:
             del doomed
         return restored
 
-    # Worker threads.
+    # On the workers.
 
-    def _run(self) -> None:
-        doomed: list[object] = []
-        try:
-            while (job := self._next_job(doomed)) is not None:
-                doomed.clear()
-                self._sweep()
-                job()
-                del job  # a waiting thread must not keep a block alive
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for this thread
-            with self._lock:
-                self._crash = error
-                self._done.notify_all()
-
-    def _next_job(self, doomed: list[object]) -> Callable[[], None] | None:
-        """A read, else a store, else waiting for one; None when closing."""
+    def _next_job(self) -> Callable[[], None] | None:
+        """A read, else a store; None when there is neither."""
         with self._lock:
-            doomed += self._bury()
-            if self._closing:
-                return None
-            if (block := self._ahead.take()) is not None:
-                return partial(self._read_for_later, block)
-            if (block := self._queue.take()) is not None:
-                return partial(self._write, block)
-        return self._wake.get
+            doomed = self._bury()
+            job = self._take_job()
+        del doomed
+        self._sweep()
+        return job
 
-    def _wake_one(self) -> None:
-        # A worker that is awake finds its work without: more items than workers would only be picked up later.
-        if self._wake.qsize() < len(self._workers):
-            self._wake.put(None)
-
-    def _wake_all(self) -> None:
-        for _ in self._workers:
-            self._wake.put(None)
+    def _take_job(self) -> Callable[[], None] | None:
+        if (block := self._ahead.take()) is not None:
+            return partial(self._read_for_later, block)
+        if (block := self._queue.take()) is not None:
+            return partial(self._write, block)
+        return None
 
     def _read_for_later(self, block: Block) -> None:
         try:
@@ -440,7 +423,8 @@ class Engine:
         self._live_blocks -= 1
         if block.forward.forget():
             self._idle.append(block.transfer)
-            self._wake_one()
+        if block.forward.live == 0:
+            self._workers.wake_one()  # to sweep
         return block.release_all()
 
     def _cancel(self, block: Block, to: State) -> None:
@@ -466,33 +450,29 @@ class Engine:
 
     def _sweep(self) -> None:
         """Give freed extents and idle memory back. Without the lock: stores and pools have their own."""
-        if self._freed:
-            for extent in _drain(self._freed):
-                self._store.free(extent)
-        if self._idle:
-            for transfer in _drain(self._idle):
-                transfer.trim()
+        for extent in _drain(self._freed):
+            self._store.free(extent)
+        for transfer in _drain(self._idle):
+            transfer.trim()
 
     # Waiting, watching, ending.
 
     def _wait(self, until: Callable[[], bool]) -> float:
         """Wait for workers; the lock is free meanwhile. Returns the seconds that it took."""
         began = time.perf_counter()
+        self._workers.wake()
         while not until():
-            self._check_workers()
-            if not self._closing and not all(worker.is_alive() for worker in self._workers):
-                raise SSDTrainError(
-                    "an I/O thread of ssdtrain is gone; after a fork it lives in the parent only"
-                )
+            self._workers.check_alive()
             self._done.wait(_HEARTBEAT_SECONDS)
         return time.perf_counter() - began
 
-    def _check_workers(self) -> None:
-        if self._crash is not None:
-            raise SSDTrainError(f"an I/O thread of ssdtrain died: {self._crash!r}") from self._crash
+    def _wake_waiting(self) -> None:
+        """Have waiting threads look again."""
+        with self._lock:
+            self._done.notify_all()
 
     def _check_stores(self) -> None:
-        self._check_workers()
+        self._workers.check()
         if self._raise_store_errors and self._store_error is not None:
             error, self._store_error = self._store_error, None
             raise error
@@ -529,9 +509,8 @@ class Engine:
             self._closing = True
             self._queue.cancel_all()
             self._ahead.stop()
-            self._wake_all()
-        for worker in self._workers:
-            worker.join()
+            self._done.notify_all()
+        self._workers.stop()
         self._store.close()
 
     def close_from_finalizer(self) -> None:

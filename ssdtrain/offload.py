@@ -75,6 +75,11 @@ class OffloadActivations(saved_tensors_hooks):
         super().__enter__()
         return self
 
+    def __exit__(self, *exception: object) -> None:
+        """End a forward pass. Backward may come now, later or never."""
+        super().__exit__(*exception)
+        self._session.end()
+
     @property
     def stats(self) -> OffloadStats:
         """Counters, as of now."""
@@ -150,6 +155,10 @@ class _Session:
             raise SSDTrainError("this OffloadActivations is closed; make a new one")
         self._weights.refresh()
         self._thread.forward = None
+
+    def end(self) -> None:
+        if os.getpid() == self._pid:  # a forked child ends the forward pass that it was born in, too
+            self._engine.end_forward()
 
     def close(self) -> None:
         self._engine.close()

@@ -73,8 +73,10 @@ class Geometry(NamedTuple):
 
     def element_range(self) -> tuple[int, int]:
         """First element and one past the last element that the view touches; strides are never negative."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return self.offset, self.offset + last + 1
+        end = self.offset + 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            end += (size - 1) * stride
+        return self.offset, end
 
 
 class Span(NamedTuple):

@@ -5,6 +5,7 @@ import torch
 
 import ssdtrain
 import ssdtrain.offload
+import ssdtrain.workers
 from ssdtrain.storage import HostStore
 from ssdtrain.testing import FaultyStore, GatedStore, RecordingStore
 
@@ -16,6 +17,12 @@ def one_compute_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_company(monkeypatch):
+    """The blocks here are small, and tests wait for the write of a single one."""
+    monkeypatch.setattr(ssdtrain.workers, "COMPANY_BYTES", 1)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ssdtrain.testing import WrapperStore
+
 KIB = 1 << 10
 MIB = 1 << 20
 
@@ -162,3 +164,25 @@ class Identity(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         Identity.seen.append(x)
         return grad.expand(x.shape).to(x.dtype)
+
+
+class PatientStore(WrapperStore):
+    """A read by a thread of the user's waits until the I/O threads have read `ahead` blocks, which it counts."""
+
+    def __init__(self, inner, ahead=0):
+        super().__init__(inner)
+        self.ahead = ahead
+        self.read_ahead = 0
+        self.read_by_user = 0
+        self._changed = threading.Condition()
+
+    def read(self, extent, buffer, offset=0):
+        by_worker = threading.current_thread().name.startswith("ssdtrain-io")
+        if not by_worker:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self.read_ahead >= self.ahead, 30)
+        super().read(extent, buffer, offset)
+        with self._changed:
+            self.read_ahead += by_worker
+            self.read_by_user += not by_worker
+            self._changed.notify_all()

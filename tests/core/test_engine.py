@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from ssdtrain.storage import HostStore
-from ssdtrain.testing import GatedStore, RecordingStore, SlowStore, WrapperStore
+from ssdtrain.testing import GatedStore, RecordingStore, SlowStore
 
 from .helpers import (
     KIB,
     MIB,
+    PatientStore,
     assert_nothing_left,
     assert_same_bits,
     assert_transparent,
@@ -36,28 +37,6 @@ def chain(x, length=CHAIN):
 
 def chain_program(length=CHAIN):
     return lambda: ([leaf(64, 64)], lambda x: chain(x, length))
-
-
-class PatientStore(WrapperStore):
-    """A read by a thread of the user's waits until the I/O threads have read `ahead` blocks, which it counts."""
-
-    def __init__(self, inner, ahead=0):
-        super().__init__(inner)
-        self.ahead = ahead
-        self.read_ahead = 0
-        self.read_by_user = 0
-        self._changed = threading.Condition()
-
-    def read(self, extent, buffer, offset=0):
-        by_worker = threading.current_thread().name.startswith("ssdtrain-io")
-        if not by_worker:
-            with self._changed:
-                assert self._changed.wait_for(lambda: self.read_ahead >= self.ahead, 30)
-        super().read(extent, buffer, offset)
-        with self._changed:
-            self.read_ahead += by_worker
-            self.read_by_user += not by_worker
-            self._changed.notify_all()
 
 
 class TestForwarding:
