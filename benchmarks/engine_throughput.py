@@ -15,6 +15,7 @@ What makes the two comparable:
 - fio writes from and reads into one buffer a job again and again, which stays in the processor's caches; the engine
   writes each block from other memory, and reads into an arena of huge pages. A disk may want one request for every
   few scattered small pages: `--fio-huge-pages` lets fio have what the arena has.
+- A run moves 1 GiB by default, so that beginning and end weigh little on either side.
 - Writing ends when the last block is on disk. Reading begins with nothing in memory, in the order in which backward
   asks, and ends when the last block has been handed out.
 """
@@ -217,7 +218,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="directory on the SSD (%(default)s)",
     )
     parser.add_argument("--sizes", nargs="+", default=["1MiB", "4MiB", "16MiB"], help="block sizes")
-    parser.add_argument("--total", default="512MiB", help="bytes of each measured run (%(default)s)")
+    parser.add_argument("--total", default="1GiB", help="bytes of each measured run (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (%(default)s)")
     parser.add_argument(
         "--threads", type=int, default=ssdtrain.OffloadConfig().io_threads, help="I/O threads (%(default)s)"

@@ -20,10 +20,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -32,6 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
 from ssdtrain.testing import NullStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 # Of float32: 4 KiB, so that memory plays no part.
 ELEMENTS = 1024

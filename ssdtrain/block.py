@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING
 
-from ssdtrain.saved import Geometry, Span
-
 if TYPE_CHECKING:
+    from collections import deque
+
     import torch
     from torch import Tensor
 
     from ssdtrain.device.base import Transfer
     from ssdtrain.engine import Engine
+    from ssdtrain.saved import Geometry, Span
     from ssdtrain.schedule import Pass
     from ssdtrain.storage.base import Extent
 
@@ -75,7 +75,7 @@ class Block:
         span: Which part of it.
         version: `Tensor._version` of the saved tensors; any other version is another block.
         transfer: How its bytes get to a store and back.
-        written: Where the block goes when its write has ended, for the thread that packed it.
+        to_settle: Where the block goes when its write has ended, for the thread that packed it.
         forward: The forward pass that it belongs to.
     """
 
@@ -94,11 +94,11 @@ class Block:
         "source",
         "span",
         "state",
+        "to_settle",
         "transfer",
         "unread",
         "version",
         "wanted",
-        "written",
     )
 
     def __init__(
@@ -108,7 +108,7 @@ class Block:
         version: int,
         *,
         transfer: Transfer,
-        written: deque[Block],
+        to_settle: deque[Block],
         forward: Pass,
     ) -> None:
         self.identity = weakref.ref(storage)
@@ -116,7 +116,7 @@ class Block:
         self.version = version
         self.transfer = transfer
         self.mark = transfer.mark()
-        self.written = written
+        self.to_settle = to_settle
         self.forward = forward
         self.index = -1  # in `forward`, once it is stored
         self.state = State.KEPT

@@ -12,7 +12,7 @@ from typing import Any
 
 from ssdtrain.errors import ConfigError
 
-__all__ = ["BACKENDS", "DEFAULT_SPILL_DIR", "OffloadConfig", "parse_size"]
+__all__ = ["BACKENDS", "DEFAULT_SPILL_DIR", "OffloadConfig", "in_bytes", "parse_size"]
 
 BACKENDS = ("auto", "direct", "host")
 ON_STORE_ERROR = ("keep", "raise")
@@ -55,6 +55,12 @@ def parse_size(value: int | str, name: str) -> int:
     if not 0 <= value <= _MAX_BYTES:
         raise ConfigError(f"{name}: {expected} between 0 and 2**60, got {value}")
     return value
+
+
+def in_bytes(size: int | str) -> int:
+    """A size that a config has parsed; its declared type is that of the config's argument."""
+    assert isinstance(size, int)
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 [Note: Who may let go of memory]
 An in-place operation bumps a tensor's version after it has changed the bytes. A worker that looks at the
 version when its write ends can therefore miss a change that is half done. So a worker never lets go of the
-original memory: it hands the block back through `Block.written`, and the thread that packed the block lets go
+original memory: it hands the block back through `Block.to_settle`, and the thread that packed the block lets go
 (`_settle`) the next time that it packs or unpacks. Then no operation of that thread is under way, and an
 unchanged version means that the bytes on disk are the saved ones. If the version did move, the block is kept,
 and backward raises as torch does.
@@ -24,19 +24,21 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ssdtrain.block import Block, Handle, State
 from ssdtrain.budgets import ReadAhead, StoreQueue
+from ssdtrain.config import in_bytes
 from ssdtrain.errors import ActivationLostError, StoreError
 from ssdtrain.saved import check_version, refuse_unfilled
 from ssdtrain.stats import OffloadStats
 from ssdtrain.workers import Workers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from ssdtrain.config import OffloadConfig
@@ -62,8 +64,7 @@ class Engine:
     """
 
     def __init__(self, store: SpillStore, config: OffloadConfig) -> None:
-        assert isinstance(config.store_queue_bytes, int)
-        assert isinstance(config.prefetch_bytes, int)
+        store_queue_bytes, prefetch_bytes = map(in_bytes, (config.store_queue_bytes, config.prefetch_bytes))
         self._store = store
         self._wait_when_full = config.on_full_queue == "wait"
         self._raise_store_errors = config.on_store_error == "raise"
@@ -71,8 +72,8 @@ class Engine:
 
         self._lock = threading.Lock()  # guards everything below, and the blocks
         self._done = threading.Condition(self._lock)  # a write or a read has ended
-        self._queue = StoreQueue(config.store_queue_bytes)
-        self._ahead = ReadAhead(config.prefetch_bytes)
+        self._queue = StoreQueue(store_queue_bytes)
+        self._ahead = ReadAhead(prefetch_bytes)
         self._live_blocks = 0
         self._counters: Counter[str] = Counter()
         self._stall_seconds = 0.0
@@ -90,7 +91,7 @@ class Engine:
                 config.io_threads * store.members,
                 next_job=self._next_job,
                 on_crash=self._wake_waiting,
-                smallest_budget=min(config.store_queue_bytes, config.prefetch_bytes or sys.maxsize),
+                smallest_budget=min(store_queue_bytes, prefetch_bytes or sys.maxsize),
             )
         except RuntimeError:
             store.close()
@@ -98,16 +99,16 @@ class Engine:
 
     # Forward.
 
-    def exempt(self, written: deque[Block]) -> None:
+    def exempt(self, to_settle: deque[Block]) -> None:
         """One more saved tensor that is not offloaded.
 
         Args:
-            written: The calling thread's own, to be settled. See [Note: Who may let go of memory].
+            to_settle: Blocks packed by the calling thread, to be settled. See [Note: Who may let go of memory].
         """
         with self._lock:
             self._counters["tensors_packed"] += 1
             self._counters["tensors_exempt"] += 1
-            doomed = self._settle(written)
+            doomed = self._settle(to_settle)
         del doomed
 
     def share(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle | None:
@@ -119,7 +120,7 @@ class Engine:
             tensor: Detached, plain. Held until the block is spilled.
         """
         with self._lock:
-            doomed = self._bury() + self._settle(block.written)
+            doomed = self._bury() + self._settle(block.to_settle)
             handle = None if block.state is State.FREED else self._join(block, geometry, tensor)
             self._counters["blocks_deduplicated"] += handle is not None
         del doomed
@@ -137,7 +138,7 @@ class Engine:
             StoreError: An earlier write failed, and the config says raise.
         """
         with self._lock:
-            doomed = self._bury() + self._settle(block.written)
+            doomed = self._bury() + self._settle(block.to_settle)
             self._check_stores()
             if self._wait_when_full and not self._closing:
                 self._stall_seconds += self._wait(lambda: self._room_after_settling(block, doomed))
@@ -164,32 +165,32 @@ class Engine:
         self._counters["tensors_packed"] += 1
         return Handle(self, block, block.join(tensor), geometry)
 
-    def synchronize(self, written: deque[Block]) -> None:
+    def synchronize(self, to_settle: deque[Block]) -> None:
         """Wait until no store is queued or running, and settle.
 
         Args:
-            written: The calling thread's own.
+            to_settle: Blocks packed by the calling thread.
 
         Raises:
             StoreError: A write failed, and the config says raise.
         """
         with self._lock:
             self._wait(lambda: self._queue.unwritten == 0)  # no stall: the caller asked to wait
-            doomed = self._settle(written)
+            doomed = self._settle(to_settle)
             self._check_stores()
         del doomed
         self._report()
 
     def _room_after_settling(self, block: Block, doomed: list[object]) -> bool:
-        doomed += self._settle(block.written)
+        doomed += self._settle(block.to_settle)
         # With nothing left to write, the queue is full of what other threads are yet to settle.
         return self._queue.has_room(block) or self._queue.unwritten == 0
 
-    def _settle(self, written: deque[Block]) -> list[object]:
+    def _settle(self, to_settle: deque[Block]) -> list[object]:
         """Let go of the memory of blocks whose write has ended."""
         doomed: list[object] = []
-        while written:
-            block = written.popleft()
+        while to_settle:
+            block = to_settle.popleft()
             if block.state is not State.WRITTEN:
                 continue  # freed
             if block.wanted or self._closing or not block.unchanged():
@@ -204,13 +205,13 @@ class Engine:
 
     # Backward.
 
-    def fetch(self, handle: Handle, task: int | None, written: deque[Block]) -> Tensor:
+    def fetch(self, handle: Handle, task: int | None, to_settle: deque[Block]) -> Tensor:
         """The saved tensor that a handle stands for.
 
         Args:
             handle: From `store` or `share`.
             task: The number of the backward pass that asks, whose order is worth learning; None outside one.
-            written: The calling thread's own, to be settled.
+            to_settle: Blocks packed by the calling thread, to be settled.
 
         Raises:
             ActivationLostError: The block cannot be read back.
@@ -228,7 +229,7 @@ class Engine:
             restored = self._claim(handle) if original is None else None
             wake = task is not None and self._read_ahead(block.forward)
             # Only now: what has just been written is what backward asks for first.
-            doomed += self._settle(written)
+            doomed += self._settle(to_settle)
         if original is None:
             original = handle.view(self._read_now(handle) if restored is None else restored)
         del doomed
@@ -366,7 +367,7 @@ class Engine:
                 self._counters["blocks_offloaded"] += 1
                 self._counters["bytes_written"] += block.span.nbytes
                 block.move(State.WRITTEN)
-                block.written.append(block)
+                block.to_settle.append(block)
             else:
                 block.move(State.KEPT)
                 self._give_back(block)

@@ -8,15 +8,14 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.block import Block, Handle
-from ssdtrain.config import OffloadConfig
-from ssdtrain.device.base import Transfer
+from ssdtrain.config import OffloadConfig, in_bytes
 from ssdtrain.device.cpu import CpuTransfer
 from ssdtrain.engine import Engine
 from ssdtrain.errors import SSDTrainError
@@ -30,8 +29,11 @@ from ssdtrain.saved import (
     saved_unfilled,
 )
 from ssdtrain.schedule import Pass, Schedule
-from ssdtrain.stats import OffloadStats
 from ssdtrain.storage import open_store
+
+if TYPE_CHECKING:
+    from ssdtrain.device.base import Transfer
+    from ssdtrain.stats import OffloadStats
 
 __all__ = ["OffloadActivations"]
 
@@ -124,7 +126,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.forward: Pass | None = None
-        self.written: deque[Block] = deque()  # blocks packed here whose memory is to be let go
+        self.to_settle: deque[Block] = deque()  # blocks packed here whose memory is to be let go
 
 
 class _Session:
@@ -135,14 +137,14 @@ class _Session:
     """
 
     def __init__(self, model: nn.Module | None, config: OffloadConfig) -> None:
-        assert isinstance(config.min_tensor_bytes, int)
-        assert isinstance(config.prefetch_bytes, int)
-        self._min_bytes = max(config.min_tensor_bytes, 1)  # an emptied storage has nothing to offload
+        self._min_bytes = max(
+            in_bytes(config.min_tensor_bytes), 1
+        )  # an emptied storage has nothing to offload
         self._weights = ModelStorages(model)
         self._pid = os.getpid()
         self._schedule = Schedule()
         self._transfers: dict[str, Transfer] = {
-            "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * config.prefetch_bytes))
+            "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)))
         }
         self._warned: set[str] = set()
         self._engine = Engine(open_store(config), config)
@@ -178,7 +180,7 @@ class _Session:
         # Detached: an operation may save its own output, and what it saves must not hold the graph that holds it.
         detached = tensor.detach()
         if transfer is None:
-            self._engine.exempt(self._thread.written)
+            self._engine.exempt(self._thread.to_settle)
             return _Kept(detached)
         return self._offload(detached, transfer)
 
@@ -222,7 +224,7 @@ class _Session:
             span,
             tensor._version,
             transfer=transfer,
-            written=thread.written,
+            to_settle=thread.to_settle,
             forward=thread.forward,
         )
         return self._engine.store(block, geometry, tensor)
@@ -234,7 +236,7 @@ class _Session:
             check_version(packed.tensor, packed.version)
             return packed.tensor
         task = torch._C._current_graph_task_id()
-        return self._engine.fetch(packed, None if task == _NO_TASK else task, self._thread.written)
+        return self._engine.fetch(packed, None if task == _NO_TASK else task, self._thread.to_settle)
 
     def stats(self) -> OffloadStats:
         self._check_process()
@@ -242,4 +244,4 @@ class _Session:
 
     def synchronize(self) -> None:
         self._check_process()
-        self._engine.synchronize(self._thread.written)
+        self._engine.synchronize(self._thread.to_settle)

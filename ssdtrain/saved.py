@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ssdtrain.errors import ActivationLostError, InplaceModificationError
 from ssdtrain.storage.base import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
 
 __all__ = [
     "Geometry",

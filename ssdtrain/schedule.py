@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from ssdtrain.block import Block
@@ -37,7 +38,7 @@ class Pass:
         self._asked: dict[int, None] = {}
         self._task: int | None = None
         self._asked_by_task: set[int] = set()
-        self.shape = 0
+        self.signature = 0  # of the sizes of its blocks: equal for passes of one shape
         self.live = 0  # blocks that are not freed
 
     def blocks_of(self, storage: torch.UntypedStorage) -> list[Block]:
@@ -51,7 +52,7 @@ class Pass:
         self._blocks.append(ref)
         self._of_storage.setdefault(id(block.source), []).append(ref)
         self.live += 1
-        self.shape = hash((self.shape, block.span.nbytes))
+        self.signature = hash((self.signature, block.span.nbytes))
         return len(self._blocks) - 1
 
     @property
@@ -72,7 +73,7 @@ class Pass:
             self._cursor = 0
         self._asked_by_task.add(index)
         if self._order is None:
-            self._order = self._schedule.recall(self.shape) or range(len(self._blocks) - 1, -1, -1)
+            self._order = self._schedule.recall(self.signature) or range(len(self._blocks) - 1, -1, -1)
             self._position = {block: at for at, block in enumerate(self._order)}
         self._asked.setdefault(index)
         self._last = self._position.get(index, -1)
@@ -102,33 +103,33 @@ class Pass:
         if self.live:
             return False
         if self.begun_backward:
-            self._schedule.learn(self.shape, list(self._asked))
+            self._schedule.learn(self.signature, list(self._asked))
             return True
         # A graph that was dropped: nothing of it may add up in a pass that goes on.
         self._blocks.clear()
         self._of_storage.clear()
-        self.shape = 0
+        self.signature = 0
         return False
 
 
 class Schedule:
-    """Orders by the shape of the forward pass.
+    """Orders by the signature of the forward pass.
 
     Args:
-        capacity: Shapes remembered; the least recently used are forgotten.
+        capacity: Signatures remembered; the least recently used are forgotten.
     """
 
     def __init__(self, capacity: int = 64) -> None:
         self._orders: OrderedDict[int, list[int]] = OrderedDict()
         self._capacity = capacity
 
-    def learn(self, shape: int, order: list[int]) -> None:
+    def learn(self, signature: int, order: list[int]) -> None:
         """Remember how backward asked."""
-        self._orders[shape] = order
-        self._orders.move_to_end(shape)
+        self._orders[signature] = order
+        self._orders.move_to_end(signature)
         if len(self._orders) > self._capacity:
             self._orders.popitem(last=False)
 
-    def recall(self, shape: int) -> Sequence[int] | None:
-        """The order of the last backward of this shape."""
-        return self._orders.get(shape)
+    def recall(self, signature: int) -> Sequence[int] | None:
+        """The order of the last backward of such a pass."""
+        return self._orders.get(signature)

@@ -9,10 +9,13 @@ blocks wait for company: until `COMPANY_BYTES` are queued, the forward pass ends
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 from ssdtrain.errors import SSDTrainError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Workers"]
 

@@ -7,13 +7,16 @@ Only this folder knows streams. The rest calls, in this order: `mark` at pack; `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-from ssdtrain.saved import Span
-from ssdtrain.storage.base import HostBuffer
+    import torch
+    from torch import Tensor
+
+    from ssdtrain.saved import Span
+    from ssdtrain.storage.base import HostBuffer
 
 __all__ = ["Incoming", "Transfer"]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ssdtrain.device.base import Incoming, Transfer
-from ssdtrain.memory.pool import BufferPool, Region
-from ssdtrain.saved import Span
 from ssdtrain.storage.base import PAGE, HostBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor
+
+    from ssdtrain.memory.pool import BufferPool, Region
+    from ssdtrain.saved import Span
 
 __all__ = ["CpuTransfer"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ssdtrain.config import OffloadConfig, parse_size
+from ssdtrain.config import OffloadConfig, in_bytes, parse_size
 from ssdtrain.errors import ConfigError
 
 __all__ = ["MODES", "SECTIONS", "DataConfig", "LaunchConfig", "Mode", "ModelConfig", "TrainConfig"]
@@ -99,8 +99,7 @@ class DataConfig:
     @property
     def byte_limit(self) -> int:
         """`max_bytes` as a number."""
-        assert isinstance(self.max_bytes, int)
-        return self.max_bytes
+        return in_bytes(self.max_bytes)
 
     @property
     def cache_directory(self) -> Path:

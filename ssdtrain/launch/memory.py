@@ -10,9 +10,11 @@ from pathlib import Path
 
 __all__ = ["PeakMemory", "map_large_tensors", "resident_bytes", "trim"]
 
-# glibc, <malloc.h>
+# glibc, <malloc.h>. Setting either stops glibc from moving both by itself.
+_M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM = 4 << 20
+_HEAP_SPARE = 32 << 20
 
 
 def map_large_tensors() -> None:
@@ -20,13 +22,15 @@ def map_large_tensors() -> None:
 
     By default glibc keeps freed tensors of up to 32 MiB for later, and a process whose activations leave during
     the forward pass stays a quarter larger than what is in use. Mapping each tensor costs page faults, which
-    torch's switch for huge pages makes few. A process that keeps its activations is faster without: its heap is
-    the same in every step.
+    torch's switch for huge pages makes few. The heap of smaller tensors keeps some free memory, rather than hand
+    it back and fault it in again at every tensor. A process that keeps its activations is faster without all this:
+    its heap is the same in every step.
     """
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # read by torch when it first allocates
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
+        mallopt(_M_TRIM_THRESHOLD, _HEAP_SPARE)
 
 
 def trim() -> None:

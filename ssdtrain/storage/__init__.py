@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ssdtrain.config import in_bytes
 from ssdtrain.errors import ConfigError, SSDTrainError
 from ssdtrain.storage.base import PAGE, Edges, Extent, HostBuffer, SpillStore
 from ssdtrain.storage.direct import DirectStore
@@ -49,13 +50,13 @@ def open_store(config: OffloadConfig) -> SpillStore:
 
 
 def _open_host(config: OffloadConfig) -> SpillStore:
-    return HostStore(max_bytes=_bytes(config.max_spill_bytes))
+    return HostStore(max_bytes=_quota(config))
 
 
 def _open_directories(config: OffloadConfig) -> SpillStore:
     directories = config.directories
     _refuse_duplicates(directories)
-    quota = _bytes(config.max_spill_bytes)
+    quota = _quota(config)
     stores: list[SpillStore] = []
     try:
         for directory in directories:
@@ -63,7 +64,7 @@ def _open_directories(config: OffloadConfig) -> SpillStore:
                 DirectStore(
                     directory,
                     max_bytes=None if quota is None else quota // len(directories),
-                    min_free_bytes=_bytes(config.min_free_bytes) or 0,
+                    min_free_bytes=in_bytes(config.min_free_bytes),
                     direct=True if config.backend == "direct" else None,
                 )
             )
@@ -73,6 +74,10 @@ def _open_directories(config: OffloadConfig) -> SpillStore:
                 store.close()
         raise
     return stores[0] if len(stores) == 1 else StripeStore(stores)
+
+
+def _quota(config: OffloadConfig) -> int | None:
+    return None if config.max_spill_bytes is None else in_bytes(config.max_spill_bytes)
 
 
 def _refuse_duplicates(directories: tuple[Path, ...]) -> None:
@@ -90,9 +95,3 @@ def _refuse_duplicates(directories: tuple[Path, ...]) -> None:
                 "name each once"
             )
         seen[identity] = directory
-
-
-def _bytes(size: int | str | None) -> int | None:
-    # `OffloadConfig` has parsed its sizes; their declared types are those of its arguments.
-    assert size is None or isinstance(size, int)
-    return size

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ssdtrain.launch.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OPTIONS = {
     # Keys
