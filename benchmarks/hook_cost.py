@@ -23,14 +23,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
-from ssdtrain.testing import NullStore
+from ssdtrain.testing import NullStore, OffloadOver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,8 +77,7 @@ Hooks = ssdtrain.OffloadActivations | NoHooks
 
 def offloader(**options: Any) -> ssdtrain.OffloadActivations:
     """An offloader whose disk takes no time."""
-    with patch("ssdtrain.offload.open_store", return_value=NullStore()):
-        return ssdtrain.OffloadActivations(**options)
+    return OffloadOver(NullStore(), **options)
 
 
 def timed(hook: Callable[[Any], Any], seconds: list[float]) -> Callable[[Any], Any]:

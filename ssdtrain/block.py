@@ -72,7 +72,8 @@ class Block:
 
     Args:
         storage: What is to be offloaded.
-        span: Which part of it.
+        root: The tensor whose versions tell of changes; the saved tensors are it and views of it.
+        span: Which part of the storage.
         version: `Tensor._version` of the saved tensors; any other version is another block.
         transfer: How its bytes get to a store and back.
         to_settle: Where the block goes when its write has ended, for the thread that packed it.
@@ -86,14 +87,15 @@ class Block:
         "forward",
         "handles",
         "handles_made",
-        "identity",
         "index",
         "mark",
         "restored",
+        "root",
         "saved",
         "source",
         "span",
         "state",
+        "storage",
         "to_settle",
         "transfer",
         "unread",
@@ -104,6 +106,7 @@ class Block:
     def __init__(
         self,
         storage: torch.UntypedStorage,
+        root: Tensor,
         span: Span,
         version: int,
         *,
@@ -111,7 +114,8 @@ class Block:
         to_settle: deque[Block],
         forward: Pass,
     ) -> None:
-        self.identity = weakref.ref(storage)
+        self.storage = weakref.ref(storage)
+        self.root = weakref.ref(root)
         self.span = span
         self.version = version
         self.transfer = transfer

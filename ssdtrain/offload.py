@@ -26,6 +26,7 @@ from ssdtrain.saved import (
     Span,
     check_version,
     is_plain,
+    root_of,
     saved_unfilled,
 )
 from ssdtrain.schedule import Pass, Schedule
@@ -34,6 +35,7 @@ from ssdtrain.storage import open_store
 if TYPE_CHECKING:
     from ssdtrain.device.base import Transfer
     from ssdtrain.stats import OffloadStats
+    from ssdtrain.storage.base import SpillStore
 
 __all__ = ["OffloadActivations"]
 
@@ -64,8 +66,12 @@ class OffloadActivations(saved_tensors_hooks):
     def __init__(
         self, model: nn.Module | None = None, config: OffloadConfig | None = None, **options: Any
     ) -> None:
-        self._session = session = _Session(model, OffloadConfig.of(config, options))
+        checked = OffloadConfig.of(config, options)
+        self._session = session = _Session(model, checked, self._open_store(checked))
         super().__init__(session.pack, session.unpack)
+
+    def _open_store(self, config: OffloadConfig) -> SpillStore:
+        return open_store(config)
 
     def __enter__(self) -> Self:  # type: ignore[override]  # the base class returns nothing
         """Begin a forward pass.
@@ -136,7 +142,7 @@ class _Session:
     end at once when they are no longer used.
     """
 
-    def __init__(self, model: nn.Module | None, config: OffloadConfig) -> None:
+    def __init__(self, model: nn.Module | None, config: OffloadConfig, store: SpillStore) -> None:
         self._min_bytes = max(
             in_bytes(config.min_tensor_bytes), 1
         )  # an emptied storage has nothing to offload
@@ -147,7 +153,7 @@ class _Session:
             "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)))
         }
         self._warned: set[str] = set()
-        self._engine = Engine(open_store(config), config)
+        self._engine = Engine(store, config)
         self._thread = _Thread()
         self._finalizer = weakref.finalize(self, self._engine.close_from_finalizer)
 
@@ -182,7 +188,7 @@ class _Session:
         if transfer is None:
             self._engine.exempt(self._thread.to_settle)
             return _Kept(detached)
-        return self._offload(detached, transfer)
+        return self._offload(detached, root_of(tensor), transfer)
 
     def _transfer_for(self, tensor: Tensor) -> Transfer | None:
         """How a tensor is moved; None where it is exempt."""
@@ -207,20 +213,21 @@ class _Session:
             )
         return transfer
 
-    def _offload(self, tensor: Tensor, transfer: Transfer) -> Handle:
+    def _offload(self, tensor: Tensor, root: Tensor, transfer: Transfer) -> Handle:
         geometry = Geometry.of(tensor)
         storage = tensor.untyped_storage()
-        span = Span.of(storage, geometry)
+        span = Span.of(storage, geometry, root)
         thread = self._thread
         if thread.forward is None or thread.forward.begun_backward:
             thread.forward = Pass(self._schedule)
-        for block in thread.forward.blocks_of(storage):
+        for block in thread.forward.blocks_of(storage, root):
             if block.version == tensor._version and block.span.covers(span):
                 handle = self._engine.share(block, geometry, tensor)
                 if handle is not None:
                     return handle
         block = Block(
             storage,
+            root,
             span,
             tensor._version,
             transfer=transfer,

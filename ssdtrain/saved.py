@@ -1,4 +1,11 @@
-"""What a saved tensor is: which storage it views and how, and which ones are never offloaded."""
+"""What a saved tensor is: which storage it views and how, and which ones are never offloaded.
+
+[Note: One storage, several version counters]
+A view counts in-place changes together with the tensor that it is a view of, its root. Roots can share a storage, and
+then none sees the changes of another: `.data` makes such roots, and so does `unsafe_chunk`, with which torch's
+recurrent layers cut a tensor into gates that they change in place. Equal versions tell of equal bytes only for
+saved tensors of one root. So a block belongs to a root, and goes no further than the root's own bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +30,11 @@ __all__ = [
     "check_version",
     "is_plain",
     "refuse_unfilled",
+    "root_of",
     "saved_unfilled",
 ]
 
-# A view whose range of bytes is at most this fraction of its storage is stored alone: a slice of a large tensor
+# A view whose range of bytes is at most this fraction of its root's is stored alone: a slice of a large tensor
 # must not write all of it. Below 1/3, so that q, k and v cut from one projection still share one write; then at
 # most 4 times the range is written.
 _SLICE_FRACTION = 1 / 4
@@ -73,12 +81,12 @@ class Geometry(NamedTuple):
         assert Geometry.of(tensor) == self, "autograd does not check what it gets"
         return tensor
 
-    def element_range(self) -> tuple[int, int]:
-        """First element and one past the last element that the view touches; strides are never negative."""
+    def byte_range(self) -> tuple[int, int]:
+        """The first byte and one past the last byte that the view touches; strides are never negative."""
         end = self.offset + 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             end += (size - 1) * stride
-        return self.offset, end
+        return self.offset * self.dtype.itemsize, end * self.dtype.itemsize
 
 
 class Span(NamedTuple):
@@ -93,14 +101,14 @@ class Span(NamedTuple):
     the same bits."""
 
     @classmethod
-    def of(cls, storage: torch.UntypedStorage, geometry: Geometry) -> Span:
-        """The whole storage, or only the view's bytes where the storage is far larger."""
+    def of(cls, storage: torch.UntypedStorage, geometry: Geometry, root: Tensor) -> Span:
+        """All bytes of the root, or only those of the view where the root is far larger."""
         total = storage.nbytes()
-        first, end = geometry.element_range()
-        start, nbytes = first * geometry.dtype.itemsize, (end - first) * geometry.dtype.itemsize
-        if nbytes > total * _SLICE_FRACTION:
-            start, nbytes = 0, total
-        return cls(start, nbytes, total, (storage.data_ptr() + start) % PAGE)
+        start, end = geometry.byte_range()
+        low, high = (0, total) if root.nbytes == total else Geometry.of(root).byte_range()
+        if low <= start and end <= high and end - start > (high - low) * _SLICE_FRACTION:
+            start, end = low, high
+        return cls(start, end - start, total, (storage.data_ptr() + start) % PAGE)
 
     def covers(self, other: Span) -> bool:
         """Whether every byte of `other`, of the same storage, is in here."""
@@ -109,6 +117,12 @@ class Span(NamedTuple):
             and self.start <= other.start
             and other.start + other.nbytes <= self.start + self.nbytes
         )
+
+
+def root_of(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself. See [Note: One storage, several version counters]."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -204,7 +218,7 @@ class ModelStorages:
         """Whether a saved tensor is a weight, a view of one, or the low-precision copy that autocast made of one."""
         if self._is_weight(storage):
             return True
-        owner = tensor._base if tensor._is_view() else tensor
+        owner = root_of(tensor)
         # The first test spares most tensors the second, for which nn.Parameter runs Python.
         if type(owner) is not Tensor and isinstance(owner, nn.Parameter):
             return True

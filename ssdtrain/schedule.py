@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch import Tensor
 
     from ssdtrain.block import Block
 
@@ -29,7 +30,7 @@ class Pass:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._blocks: list[weakref.ref[Block]] = []  # weak: a block lives as long as its handles
-        # By the id of their storage. Ids are reused, so `Block.identity` has the last word.
+        # By the id of their storage. Ids are reused, so the block's reference has the last word.
         self._of_storage: dict[int, list[weakref.ref[Block]]] = {}
         self._order: Sequence[int] | None = None
         self._position: dict[int, int] = {}
@@ -41,10 +42,14 @@ class Pass:
         self.signature = 0  # of the sizes of its blocks: equal for passes of one shape
         self.live = 0  # blocks that are not freed
 
-    def blocks_of(self, storage: torch.UntypedStorage) -> list[Block]:
-        """The blocks of a storage that are not gone, newest first."""
+    def blocks_of(self, storage: torch.UntypedStorage, root: Tensor) -> list[Block]:
+        """The blocks of a root in a storage that are not gone, newest first."""
         blocks = [ref() for ref in reversed(self._of_storage.get(id(storage), ()))]
-        return [block for block in blocks if block is not None and block.identity() is storage]
+        return [
+            block
+            for block in blocks
+            if block is not None and block.storage() is storage and block.root() is root
+        ]
 
     def add(self, block: Block) -> int:
         """Append a block; returns its index."""

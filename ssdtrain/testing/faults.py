@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Literal
 
-__all__ = ["Fault", "FaultyStore"]
+__all__ = ["Fault", "FaultyStore", "InjectedDeathError"]
+
+
+class InjectedDeathError(BaseException):
+    """What ends the thread that meets a fault of effect "die"; nothing is to catch it but what watches threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +32,9 @@ class Fault:
     operation: Literal["allocate", "write", "read"]
     """What fails."""
 
-    effect: Literal["error", "short", "flip"] = "error"
+    effect: Literal["error", "short", "flip", "die"] = "error"
     """With "error", StoreError. With "short", half of the bytes are moved before that. With "flip", one bit
-    is wrong and nobody says so."""
+    is wrong and nobody says so. With "die", the thread ends, as by a bug."""
 
     errno: int = errno_codes.EIO
     """The number of the error."""
@@ -117,8 +121,10 @@ class FaultyStore(WrapperStore):
             and (fault.probability is None or self._random.random() < fault.probability)
         )
 
-    def _error(self, fault: Fault, extent: Extent | None, nbytes: int) -> StoreError:
+    def _error(self, fault: Fault, extent: Extent | None, nbytes: int) -> StoreError | InjectedDeathError:
         where = f" at offset {extent.offset}" if extent else ""
+        if fault.effect == "die":
+            return InjectedDeathError(f"{fault.operation} of {nbytes} bytes{where}")
         message = f"cannot {fault.operation} {nbytes} bytes{where}: {os.strerror(fault.errno)} (injected)"
         return StoreError(fault.errno, message, self.location(extent) if extent else self.backend)
 

@@ -1,8 +1,9 @@
-"""Stores that are slow, that wait for a test, that remember what was asked, or that move no bytes at all."""
+"""Stores that are slow, that overtake, that wait for a test, that remember what was asked, or that move no bytes."""
 
 from __future__ import annotations
 
 import errno
+import random
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +15,7 @@ from ssdtrain.testing.wrapper import WrapperStore
 if TYPE_CHECKING:
     from typing import Literal
 
-__all__ = ["GatedStore", "NullStore", "Operation", "RecordingStore", "SlowStore"]
+__all__ = ["GatedStore", "NullStore", "Operation", "RecordingStore", "ReorderingStore", "SlowStore"]
 
 
 class SlowStore(WrapperStore):
@@ -57,6 +58,50 @@ class SlowStore(WrapperStore):
 
 def _sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
+
+
+class ReorderingStore(WrapperStore):
+    """Lets later reads and writes end before earlier ones, where several threads ask at once.
+
+    Args:
+        inner: The store that keeps the bytes.
+        probability: How often an operation waits to be overtaken, from 0 to 1.
+        patience: Seconds after which it goes on if nobody comes.
+        seed: Of the random choices.
+    """
+
+    def __init__(
+        self, inner: SpillStore, *, probability: float = 0.5, patience: float = 0.005, seed: int = 0
+    ) -> None:
+        super().__init__(inner)
+        self._probability = probability
+        self._patience = patience
+        self._random = random.Random(seed)  # noqa: S311 - repeatable, not secret
+        self._changed = threading.Condition()  # guards `_random` and `_ended`
+        self._ended = 0
+
+    def write(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
+        """Perhaps wait for another operation to end, then write."""
+        self._let_pass()
+        super().write(extent, buffer, offset)
+        self._end()
+
+    def read(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
+        """Perhaps wait for another operation to end, then read."""
+        self._let_pass()
+        super().read(extent, buffer, offset)
+        self._end()
+
+    def _let_pass(self) -> None:
+        with self._changed:
+            if self._random.random() < self._probability:
+                ended = self._ended
+                self._changed.wait_for(lambda: self._ended > ended, self._patience)
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended += 1
+            self._changed.notify_all()
 
 
 class _Gate:

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import ssdtrain
-import ssdtrain.offload
 import ssdtrain.workers
 from ssdtrain.storage import HostStore
-from ssdtrain.testing import FaultyStore, GatedStore, RecordingStore
+from ssdtrain.testing import FaultyStore, GatedStore, OffloadOver, RecordingStore
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,18 +25,16 @@ def no_waiting_for_company(monkeypatch):
 
 
 @pytest.fixture
-def make_offload(tmp_path, monkeypatch):
+def make_offload(tmp_path):
     """Makes offloaders that take tensors of any size; `store=` goes below instead of files in `tmp_path`."""
     made = []
-    open_store = ssdtrain.offload.open_store
 
     def make(model=None, *, store=None, **options):
         options = {"spill_dir": tmp_path, "min_tensor_bytes": 1, "min_free_bytes": 0} | options
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                ssdtrain.offload, "open_store", open_store if store is None else lambda _config: store
-            )
+        if store is None:
             offload = ssdtrain.OffloadActivations(model, **options)
+        else:
+            offload = OffloadOver(store, model, **options)
         made.append((offload, store))
         return offload
 

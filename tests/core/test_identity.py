@@ -1,10 +1,20 @@
 """Which saved tensors are one block: the same live storage at the same version, and nothing else."""
 
 import gc
+from contextlib import nullcontext
 
 import torch
+from torch import nn
 
-from .helpers import KIB, assert_nothing_left, assert_same_bits, assert_transparent, leaf
+from .helpers import (
+    KIB,
+    assert_nothing_left,
+    assert_same_bits,
+    assert_transparent,
+    backward,
+    leaf,
+    model_program,
+)
 
 BLOCK = 16 * KIB
 
@@ -125,3 +135,62 @@ def test_a_result_that_is_saved_by_its_own_node_and_by_the_next_is_written_once(
     offload.synchronize()
     assert offload.stats.bytes_written == BLOCK
     y.sum().backward()
+
+
+def test_parts_that_count_their_changes_apart_are_blocks_apart(offload):
+    """Recurrent layers cut a tensor into gates with `unsafe_chunk`, and change each in place."""
+
+    def run(context):
+        torch.manual_seed(0)
+        x = leaf(64, 64)
+        with context or nullcontext():
+            one, other = (x * 1).unsafe_chunk(2, dim=0)
+            one.add_(1)
+            first = one.sin()
+            if context:
+                context.synchronize()
+            other.add_(5)  # the same number of changes as `one`, in the same storage
+            second = other.sin()
+            third = other[1:].cos()  # a view counts with what it is a view of
+        if context:
+            context.synchronize()
+        (first.sum() + second.sum() + third.sum()).backward()
+        return x.grad
+
+    assert_same_bits(run(offload), run(None))
+    assert offload.stats.bytes_written == BLOCK  # each half once
+    assert offload.stats.blocks_deduplicated == 1
+
+
+def test_an_alias_of_the_whole_that_counts_its_own_changes_is_another_block(offload):
+    x, factor = leaf(64, 64), torch.ones(64, 64)
+    with offload:
+        alias = factor.data
+        alias.mul_(2)
+        first = (x * alias).sum()
+        offload.synchronize()
+        factor.add_(1)
+        second = (x * factor).sum()
+    offload.synchronize()
+    (gradient,) = torch.autograd.grad(second, x)
+    assert_same_bits(gradient, torch.full((64, 64), 3.0))
+    del first
+
+
+def test_gates_of_a_recurrent_layer_again_and_again(offload):
+    """The writes of one gate run while the next is changed."""
+    program = model_program(lambda: Recurrent(16, 24), 3, 9, 16)
+    wanted = backward(program)
+    for _ in range(60):
+        assert_same_bits(backward(program, offload, settle=False), wanted)
+
+
+class Recurrent(nn.Module):
+    """The outputs alone of a GRU of two layers."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.cells = nn.GRU(width, hidden, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x)[0]

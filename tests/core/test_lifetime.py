@@ -313,12 +313,10 @@ assert offload.stats.bytes_read > 0
         """The file is shared: what the child cut off would be gone for the parent."""
         code = """
 from ssdtrain.storage import DirectStore
-from ssdtrain.testing import RecordingStore
+from ssdtrain.testing import OffloadOver, RecordingStore
 import contextlib
-import ssdtrain.offload
 store = RecordingStore(DirectStore(sys.argv[1]))
-ssdtrain.offload.open_store = lambda config: store
-offload = ssdtrain.OffloadActivations(min_tensor_bytes=1)
+offload = OffloadOver(store, min_tensor_bytes=1)
 loss = forward(x)
 offload.synchronize()
 child = os.fork()
@@ -374,11 +372,9 @@ for _ in range(5):
     def test_no_call_hangs_in_a_fork(self, tmp_path, call):
         code = f"""
 from ssdtrain.storage import HostStore
-from ssdtrain.testing import GatedStore
-import ssdtrain.offload
+from ssdtrain.testing import GatedStore, OffloadOver
 store = GatedStore(HostStore(), hold=("write",))
-ssdtrain.offload.open_store = lambda config: store
-offload = ssdtrain.OffloadActivations(min_tensor_bytes=1)
+offload = OffloadOver(store, min_tensor_bytes=1)
 loss = forward(x)
 store.wait_for("write")
 child = os.fork()

@@ -19,13 +19,18 @@ class Storage:
     pass
 
 
+class Root:
+    pass
+
+
 class Block:
     """As much of a block as a pass looks at."""
 
     def __init__(self, nbytes=1):
         self.span = Span(nbytes)
         self.source = Storage()
-        self.identity = weakref.ref(self.source)
+        self.root_itself = Root()
+        self.storage, self.root = weakref.ref(self.source), weakref.ref(self.root_itself)
 
 
 @pytest.fixture
@@ -160,25 +165,26 @@ def test_a_guess_is_passed_when_a_later_one_was_asked_for(schedule):
     assert not one.passed(0)
 
 
-def test_blocks_are_found_by_their_storage(schedule):
+def test_blocks_are_found_by_their_storage_and_root(schedule):
     one, blocks = forward(schedule)
-    assert one.blocks_of(blocks[2].source) == [blocks[2]]
-    assert one.blocks_of(Storage()) == []
+    assert one.blocks_of(blocks[2].source, blocks[2].root()) == [blocks[2]]
+    assert one.blocks_of(Storage(), blocks[2].root()) == []
+    assert one.blocks_of(blocks[2].source, Root()) == []
 
 
 def test_of_several_blocks_of_a_storage_the_newest_comes_first(schedule):
     one, (block, *_others) = forward(schedule)
     newer = Block()
-    newer.source, newer.identity = block.source, block.identity
+    newer.source, newer.storage, newer.root = block.source, block.storage, block.root
     one.add(newer)
-    assert one.blocks_of(block.source) == [newer, block]
+    assert one.blocks_of(block.source, block.root()) == [newer, block]
 
 
 def test_a_storage_with_the_id_of_a_dead_one_has_no_blocks(schedule):
     one, (block, *_others) = forward(schedule)
     other = Storage()
-    block.identity = weakref.ref(other)
-    assert one.blocks_of(block.source) == []
+    block.storage = weakref.ref(other)
+    assert one.blocks_of(block.source, block.root()) == []
 
 
 def test_dropped_graphs_do_not_add_up_in_a_pass_that_goes_on(schedule):
