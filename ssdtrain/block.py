@@ -9,13 +9,14 @@
                                                           └────────────────────────┘
 ```
 
-Every state may also move to FREED, when the last handle dies; a block that is being read or written then is
-freed when that ends.
+Every state but WRITING and READING may also move to FREED, when the last handle dies. A block that is being read or
+written then is freed when that has ended.
 """
 
 from __future__ import annotations
 
 import enum
+import errno
 import weakref
 from typing import TYPE_CHECKING
 
@@ -58,10 +59,10 @@ _AS_READ = 0
 _MOVES = {
     State.KEPT: {State.QUEUED, State.FREED},
     State.QUEUED: {State.WRITING, State.KEPT, State.FREED},
-    State.WRITING: {State.WRITTEN, State.KEPT, State.FREED},
+    State.WRITING: {State.WRITTEN, State.KEPT},
     State.WRITTEN: {State.SPILLED, State.KEPT, State.FREED},
     State.SPILLED: {State.READING, State.FREED},
-    State.READING: {State.RESTORED, State.SPILLED, State.FREED},
+    State.READING: {State.RESTORED, State.SPILLED},
     State.RESTORED: {State.SPILLED, State.FREED},
     State.FREED: set[State](),
 }
@@ -82,7 +83,9 @@ class Block:
 
     __slots__ = (
         "__weakref__",
+        "_memory",
         "_watched",
+        "counted",
         "extent",
         "forward",
         "handles",
@@ -123,35 +126,38 @@ class Block:
         self.to_settle = to_settle
         self.forward = forward
         self.index = -1  # in `forward`, once it is stored
+        self.counted = False  # among the live blocks
         self.state = State.KEPT
         # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose
         # version counter tells of in-place changes.
         self.source: torch.UntypedStorage | None = storage
+        self._memory = (storage.data_ptr(), storage.nbytes())
         self.saved: dict[int, Tensor] = {}
         self.extent: Extent | None = None
         # The restored memory: held here while a handle is yet to ask for it, afterwards only watched, so that
         # views that are alive at the same time share it.
         self.restored: Tensor | None = None
         self._watched: weakref.ref[Tensor] | None = None
-        self.handles = 0
+        # Keys of handles, as sets: taking one out twice, after an interrupt, does no harm.
+        self.handles: set[int] = set()
         self.handles_made = 0
-        self.unread = 0  # handles that backward has not asked for
+        self.unread: set[int] = set()  # backward has not asked for them
         self.wanted = False  # backward is near: do not let go of the original memory
 
     def join(self, tensor: Tensor) -> int:
         """One handle more, whose saved tensor this is; returns the handle's key."""
         key = self.handles_made
         self.handles_made += 1
-        self.handles += 1
-        self.unread += 1
+        self.handles.add(key)
+        self.unread.add(key)
         if self.in_original_memory():
             self.saved[key] = tensor
         return key
 
-    def leave(self, key: int, *, read: bool) -> Tensor | None:
+    def leave(self, key: int) -> Tensor | None:
         """One handle less; returns its saved tensor."""
-        self.handles -= 1
-        self.unread -= not read
+        self.handles.discard(key)
+        self.unread.discard(key)
         return self.saved.pop(key, None)
 
     def move(self, to: State) -> None:
@@ -167,8 +173,24 @@ class Block:
         self.move(State.READING)
 
     def unchanged(self) -> bool:
-        """Whether no saved tensor of this block was changed in place."""
-        return all(tensor._version == self.version for tensor in self.saved.values())
+        """Whether the memory is what it was: no saved tensor was changed in place, and the storage was not freed."""
+        return self.has_its_memory() and all(
+            tensor._version == self.version for tensor in self.saved.values()
+        )
+
+    def has_its_memory(self) -> bool:
+        """Whether the storage has its memory. FSDP, for one, frees and refills it without a new version."""
+        assert self.source is not None
+        return (self.source.data_ptr(), self.source.nbytes()) == self._memory
+
+    def check_memory(self) -> None:
+        """Check the same.
+
+        Raises:
+            OSError: EFAULT; it was freed.
+        """
+        if not self.has_its_memory():
+            raise OSError(errno.EFAULT, "the storage was resized while it was to be written")
 
     def release_original(self) -> list[object]:
         """Let go of the original memory; the caller drops what is returned after it has left the lock."""
@@ -222,14 +244,13 @@ class Handle:
         geometry: The saved tensor's.
     """
 
-    __slots__ = ("block", "engine", "geometry", "key", "read")
+    __slots__ = ("block", "engine", "geometry", "key")
 
     def __init__(self, engine: Engine, block: Block, key: int, geometry: Geometry) -> None:
         self.engine = engine
         self.block = block
         self.key = key
         self.geometry = geometry
-        self.read = False
 
     def view(self, restored: Tensor) -> Tensor:
         """The saved tensor again, on its block's restored bytes."""
@@ -238,5 +259,5 @@ class Handle:
 
     def __del__(self) -> None:
         # Dynamo, where it traces the hooks, makes handles without __init__.
-        if hasattr(self, "read"):
-            self.engine.release(self.block, self.key, read=self.read)
+        if hasattr(self, "geometry"):
+            self.engine.release(self.block, self.key)

@@ -21,6 +21,8 @@ __all__ = ["ReadAhead", "StoreQueue"]
 class StoreQueue:
     """Blocks to be written, and the memory that they hold until they are let go.
 
+    The order of statements matters: an interrupt (Ctrl-C) comes between calls, and must find the numbers right.
+
     Args:
         limit: Most bytes held. A block larger than that passes alone.
     """
@@ -29,7 +31,7 @@ class StoreQueue:
         self._limit = limit
         self._blocks: deque[Block] = deque()
         self._held_bytes = 0  # of blocks that are QUEUED, WRITING or WRITTEN
-        self.unwritten = 0  # blocks that are QUEUED or WRITING
+        self._writing = 0  # blocks
 
     def has_room(self, block: Block) -> bool:
         """Whether a block may join."""
@@ -38,36 +40,56 @@ class StoreQueue:
     def put(self, block: Block) -> None:
         """Queue a block."""
         block.move(State.QUEUED)
-        self._blocks.append(block)
         self._held_bytes += block.span.nbytes
-        self.unwritten += 1
+        self._blocks.append(block)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no block is to be written or being written."""
+        return self._writing == 0 and self._first() is None
 
     def take(self) -> Block | None:
         """The next block, now being written."""
-        while self._blocks:
-            block = self._blocks.popleft()
-            if block.state is State.QUEUED:  # else it was cancelled, and left its place here
-                block.move(State.WRITING)
-                return block
-        return None
+        block = self._first()
+        if block is not None:
+            self._blocks.popleft()
+            block.move(State.WRITING)
+            self._writing += 1
+        return block
+
+    def _first(self) -> Block | None:
+        # A block that was cancelled has left its place here.
+        while self._blocks and self._blocks[0].state is not State.QUEUED:
+            self._blocks.popleft()
+        return self._blocks[0] if self._blocks else None
 
     def cancel(self, block: Block, to: State) -> None:
         """A queued block is not to be written."""
         assert block.state is State.QUEUED
         block.move(to)
-        self.unwritten -= 1
-        self.let_go(block)
+        self._held_bytes -= block.span.nbytes
 
-    def let_go(self, block: Block) -> None:
-        """A block holds no memory on behalf of the queue any more."""
+    def written(self, block: Block) -> None:
+        """A write has succeeded; the memory is still held."""
+        block.move(State.WRITTEN)
+        self._writing -= 1
+
+    def failed(self, block: Block) -> None:
+        """A write has failed."""
+        block.move(State.KEPT)
+        self._writing -= 1
+        self._held_bytes -= block.span.nbytes
+
+    def let_go(self, block: Block, to: State) -> None:
+        """A written block holds no memory on behalf of the queue any more."""
+        assert block.state is State.WRITTEN
+        block.move(to)
         self._held_bytes -= block.span.nbytes
 
     def cancel_all(self) -> None:
         """No block is to be written any more."""
-        while self._blocks:
-            block = self._blocks.popleft()
-            if block.state is State.QUEUED:
-                self.cancel(block, State.KEPT)
+        while (block := self._first()) is not None:
+            self.cancel(block, State.KEPT)
 
 
 class ReadAhead:
@@ -96,7 +118,7 @@ class ReadAhead:
         while (block := forward.next()) is not None:
             if block.in_store_queue():
                 yield block
-            elif block.on_disk_only():
+            elif block.on_disk_only() and block not in self._blocks:
                 if not self._fits(block) and not (self._drop_wrong_guesses(forward) and self._fits(block)):
                     return
                 self._blocks[block] = None

@@ -10,9 +10,15 @@ and backward raises as torch does.
 
 [Note: Dying handles]
 A handle can die anywhere: in backward, or in a garbage collection that starts inside one of the critical
-sections below. `release` therefore only appends to a queue, and works the queue off only if it gets the lock
-without waiting. Extents are given back by the workers (`_sweep`), since a store has locks of its own. Memory
-that is let go is dropped outside the lock too: unmapping takes a while. Methods that collect it return it.
+sections below. `release` therefore only appends to a queue, and works the queue off only if nobody has the lock.
+Extents are given back by the workers (`_sweep`), since a store has locks of its own. Memory that is let go is
+dropped outside the lock too: unmapping takes a while. Methods that collect it return it.
+
+[Note: Interrupts]
+Ctrl-C raises KeyboardInterrupt in the main thread, anywhere: in practice where a function begins or a call into C
+returns. Locks are taken with `with` only, what must be undone is undone in `finally`, and numbers that belong
+together change between two calls. Working off a dead handle can be repeated. What an interrupt can still cost is the
+memory of a block or two, where Python drops it inside a `__del__`.
 """
 
 from __future__ import annotations
@@ -82,9 +88,9 @@ class Engine:
         self._closing = False
 
         # These need no lock: a deque's append and popleft are atomic.
-        self._dead: deque[tuple[Block, int, bool]] = deque()  # handles, see [Note: Dying handles]
+        self._dead: deque[tuple[Block, int]] = deque()  # handles, see [Note: Dying handles]
         self._freed: deque[Extent] = deque()  # to be given back to the store
-        self._idle: deque[Transfer] = deque()  # to be trimmed: a forward pass has no blocks left
+        self._idle: deque[Transfer] = deque()  # to be trimmed: a backward pass has used its last block
 
         try:
             self._workers = Workers(
@@ -143,8 +149,9 @@ class Engine:
             if self._wait_when_full and not self._closing:
                 self._stall_seconds += self._wait(lambda: self._room_after_settling(block, doomed))
             handle = self._join(block, geometry, tensor)
-            self._live_blocks += 1
             block.index = block.forward.add(block)
+            block.counted = True
+            self._live_blocks += 1
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
                 self._queue.put(block)
                 wake = self._workers.queued(block.span.nbytes)
@@ -175,7 +182,7 @@ class Engine:
             StoreError: A write failed, and the config says raise.
         """
         with self._lock:
-            self._wait(lambda: self._queue.unwritten == 0)  # no stall: the caller asked to wait
+            self._wait(lambda: self._queue.idle)  # no stall: the caller asked to wait
             doomed = self._settle(to_settle)
             self._check_stores()
         del doomed
@@ -184,7 +191,7 @@ class Engine:
     def _room_after_settling(self, block: Block, doomed: list[object]) -> bool:
         doomed += self._settle(block.to_settle)
         # With nothing left to write, the queue is full of what other threads are yet to settle.
-        return self._queue.has_room(block) or self._queue.unwritten == 0
+        return self._queue.has_room(block) or self._queue.idle
 
     def _settle(self, to_settle: deque[Block]) -> list[object]:
         """Let go of the memory of blocks whose write has ended."""
@@ -194,12 +201,11 @@ class Engine:
             if block.state is not State.WRITTEN:
                 continue  # freed
             if block.wanted or self._closing or not block.unchanged():
-                block.move(State.KEPT)
+                self._queue.let_go(block, State.KEPT)
                 self._give_back(block)
             else:
-                block.move(State.SPILLED)
+                self._queue.let_go(block, State.SPILLED)
                 doomed += block.release_original()
-            self._queue.let_go(block)
             self._tell_of_store()
         return doomed
 
@@ -219,23 +225,43 @@ class Engine:
         """
         self._report()
         block = handle.block
-        with self._lock:
-            doomed = self._bury()
-            if task is not None:
-                block.forward.ask(block.index, task)
-            if block.state is State.READING:
-                self._stall_seconds += self._wait(lambda: block.state is not State.READING)
-            original = self._forward(handle) if block.in_original_memory() else None
-            restored = self._claim(handle) if original is None else None
-            wake = task is not None and self._read_ahead(block.forward)
-            # Only now: what has just been written is what backward asks for first.
-            doomed += self._settle(to_settle)
-        if original is None:
-            original = handle.view(self._read_now(handle) if restored is None else restored)
+        saved = restored = None
+        reading = False
+        try:
+            with self._lock:
+                doomed = self._bury()
+                if task is not None:
+                    block.forward.ask(block.index, task)
+                if block.state is State.READING:
+                    self._stall_seconds += self._wait(lambda: block.state is not State.READING)
+                if block.in_original_memory():
+                    saved = self._forward(handle)
+                else:
+                    restored = self._claim(handle)
+                    reading = restored is None
+                wake = task is not None and self._read_ahead(block.forward)
+                # After the lookup: settling first would let go of the very blocks that backward asks for first, since
+                # they were written last.
+                doomed += self._settle(to_settle)
+            if reading:
+                # On this thread: it has nothing else to do, and no other has to wake up for it.
+                self._workers.wake()
+                began = time.perf_counter()
+                restored = self._read(block)
+        finally:
+            if reading:
+                self._end_read(block, restored)
+        if reading:
+            with self._lock:
+                self._mark_read(handle)
+                self._stall_seconds += time.perf_counter() - began
         del doomed
         if wake:
             self._workers.wake()
-        return original
+        if saved is not None:
+            return saved
+        assert restored is not None
+        return handle.view(restored)
 
     def _forward(self, handle: Handle) -> Tensor:
         """The saved tensor itself, from memory that has not been let go."""
@@ -248,7 +274,7 @@ class Engine:
         return tensor
 
     def _claim(self, handle: Handle) -> Tensor | None:
-        """The block's restored bytes; None where the caller is to read them, which it has begun with this."""
+        """The block's restored bytes; None where the caller is to read them: then the block is READING."""
         block = handle.block
         refuse_unfilled()
         restored = block.restored_bytes()
@@ -267,15 +293,19 @@ class Engine:
             self._counters["blocks_forwarded"] += block.state is State.QUEUED
             self._spare(block)
         more = self._ahead.queued_bytes - before
-        # The last ones have no company to wait for.
-        return more > 0 and (self._workers.queued(more) or forward.next() is None)
+        following = forward.next()
+        return more > 0 and (
+            self._workers.queued(more)
+            # Company to wait for is not to come.
+            or following is None
+            or self._workers.is_company(following.span.nbytes)
+        )
 
     def _mark_read(self, handle: Handle) -> None:
         block = handle.block
-        block.unread -= not handle.read
-        handle.read = True
+        block.unread.discard(handle.key)
         self._ahead.discard(block)
-        if block.unread == 0:
+        if not block.unread:
             block.restored = None  # the caller has it; from here on it is only watched
 
     def _spare(self, block: Block) -> None:
@@ -285,43 +315,33 @@ class Engine:
         elif block.state is not State.KEPT and block.unread:
             block.wanted = True
 
-    def _read_now(self, handle: Handle) -> Tensor:
-        """Read on the calling thread: it has nothing else to do, and no other thread has to wake up for it."""
-        self._workers.wake()
-        began = time.perf_counter()
-        restored = self._read(handle.block)
-        with self._lock:
-            self._mark_read(handle)
-            self._stall_seconds += time.perf_counter() - began
-        return restored
-
     def _read(self, block: Block) -> Tensor:
-        """Fill memory from the store. The block is READING, then RESTORED or, on failure, SPILLED again."""
+        """Fill memory from the store. The block is READING; `_end_read` must follow."""
         assert block.extent is not None
-        restored = None
         try:
             incoming = block.transfer.incoming(block.span)
             for offset, buffer in incoming.pieces():
                 self._store.read(block.extent, buffer, offset)
-            restored = incoming.tensor()
+            return incoming.tensor()
         except OSError as error:
             raise ActivationLostError(
                 f"an activation of {block.span.nbytes} bytes cannot be read back "
                 f"({self._store.describe(block.extent)}): {error}"
             ) from error
-        finally:
-            with self._lock:
-                if restored is None:
-                    block.move(State.SPILLED)
-                    self._ahead.discard(block)
-                else:
-                    block.move(State.RESTORED)
-                    block.hold_restored(restored)
-                    self._counters["bytes_read"] += block.span.nbytes
-                doomed = self._free(block) if block.handles == 0 else []
-                self._done.notify_all()
-            del doomed
-        return restored
+
+    def _end_read(self, block: Block, restored: Tensor | None) -> None:
+        """The block is RESTORED or, where the read failed, SPILLED again."""
+        with self._lock:
+            if restored is None:
+                block.move(State.SPILLED)
+                self._ahead.discard(block)
+            else:
+                block.move(State.RESTORED)
+                block.hold_restored(restored)
+                self._counters["bytes_read"] += block.span.nbytes
+            doomed = [] if block.handles else self._free(block)
+            self._done.notify_all()
+        del doomed
 
     # On the workers.
 
@@ -342,39 +362,42 @@ class Engine:
         return None
 
     def _read_for_later(self, block: Block) -> None:
+        restored = None
         try:
-            self._read(block)
+            restored = self._read(block)
         except (ActivationLostError, MemoryError):
             # Backward reads again on its own thread, and raises what it meets.
             return
+        finally:
+            self._end_read(block, restored)
 
     def _write(self, block: Block) -> None:
         extent = error = None
-        source = block.source  # held here: the block lets go of it should its last handle die
+        source = block.source  # without the lock: a block that is WRITING holds it, also without handles
         assert source is not None
         try:
+            block.check_memory()
             extent = self._store.allocate(block.span.nbytes)
             for offset, buffer in block.transfer.outgoing(source, block.span, block.mark):
                 self._store.write(extent, buffer, offset)
+            block.check_memory()
         except (OSError, MemoryError) as failure:
             # A new error: the traceback of the caught one holds this frame, and so the block's memory.
             code, reason = getattr(failure, "errno", None), getattr(failure, "strerror", None)
             error = StoreError(code or errno.ENOMEM, reason or str(failure), self._place(failure))
         with self._lock:
             block.extent = extent
-            self._queue.unwritten -= 1
             if error is None:
                 self._counters["blocks_offloaded"] += 1
                 self._counters["bytes_written"] += block.span.nbytes
-                block.move(State.WRITTEN)
+                self._queue.written(block)
                 block.to_settle.append(block)
             else:
-                block.move(State.KEPT)
+                self._queue.failed(block)
                 self._give_back(block)
-                self._queue.let_go(block)
                 self._counters["store_failures"] += 1
                 self._store_error = self._store_error or error
-            doomed = self._free(block) if block.handles == 0 else []
+            doomed = [] if block.handles else self._free(block)
             self._tell_of_store()
         del doomed
 
@@ -384,29 +407,30 @@ class Engine:
 
     # The ends of blocks.
 
-    def release(self, block: Block, key: int, *, read: bool) -> None:
+    def release(self, block: Block, key: int) -> None:
         """A handle has died. See [Note: Dying handles]."""
         if os.getpid() != self._pid:
             return  # a forked child shares the file, but owns nothing in it
-        self._dead.append((block, key, read))
-        if self._lock.acquire(blocking=False):
-            try:
+        self._dead.append((block, key))
+        if not self._lock.locked():  # else whoever has it may be this very thread
+            with self._lock:
                 doomed = self._bury()
-            finally:
-                self._lock.release()
             del doomed
+        else:
+            self._workers.wake_one()  # who has it may be past looking
 
     def _bury(self) -> list[object]:
         """Work off the handles that have died; the caller drops what is returned outside the lock."""
         doomed: list[object] = []
         while self._dead:
-            block, key, read = self._dead.popleft()
-            doomed.append(block.leave(key, read=read))
-            if block.handles == 0:
+            block, key = self._dead[0]  # it goes when all is done, see [Note: Interrupts]
+            doomed.append(block.leave(key))
+            if not block.handles:
                 doomed += self._free(block)
-            elif block.unread == 0 and block not in self._ahead:
+            elif not block.unread and block not in self._ahead:
                 doomed.append(block.restored)
                 block.restored = None
+            self._dead.popleft()
         return doomed
 
     def _free(self, block: Block) -> list[object]:
@@ -414,18 +438,20 @@ class Engine:
             return []  # freed when that has ended
         if block.state is State.QUEUED:
             self._cancel(block, State.FREED)
-        else:
-            if block.state is State.WRITTEN:
-                self._queue.let_go(block)
-                self._tell_of_store()
+        elif block.state is State.WRITTEN:
+            self._queue.let_go(block, State.FREED)
+            self._tell_of_store()
+        elif block.state is not State.FREED:
             block.move(State.FREED)
         self._ahead.discard(block)
         self._give_back(block)
-        self._live_blocks -= 1
-        if block.forward.forget():
-            self._idle.append(block.transfer)
-        if block.forward.live == 0:
-            self._workers.wake_one()  # to sweep
+        if block.counted:
+            block.counted = False
+            self._live_blocks -= 1
+            if block.forward.forget():
+                self._idle.append(block.transfer)
+            if block.forward.live == 0:
+                self._workers.wake_one()  # to sweep
         return block.release_all()
 
     def _cancel(self, block: Block, to: State) -> None:
@@ -434,20 +460,13 @@ class Engine:
 
     def _tell_of_store(self) -> None:
         """A store has ended. Waking a thread for nothing would take the GIL from the I/O threads."""
-        if self._wait_when_full or self._queue.unwritten == 0:
+        if self._wait_when_full or self._queue.idle:
             self._done.notify_all()
 
     def _give_back(self, block: Block) -> None:
         if block.extent is not None:
             self._freed.append(block.extent)
             block.extent = None
-
-    def _tidy(self) -> None:
-        """Work off what has died, and give it back."""
-        with self._lock:
-            doomed = self._bury()
-        del doomed
-        self._sweep()
 
     def _sweep(self) -> None:
         """Give freed extents and idle memory back. Without the lock: stores and pools have their own."""
@@ -463,7 +482,8 @@ class Engine:
         began = time.perf_counter()
         self._workers.wake()
         while not until():
-            self._workers.check_alive()
+            self._workers.check()
+            self._workers.wake_one()  # whatever became of earlier wake-ups
             self._done.wait(_HEARTBEAT_SECONDS)
         return time.perf_counter() - began
 
@@ -491,13 +511,17 @@ class Engine:
 
     def snapshot(self) -> OffloadStats:
         """Counters, as of now."""
-        self._tidy()
+        with self._lock:
+            doomed = self._bury()
+        del doomed
+        self._sweep()
+        live_bytes = self._store.live_bytes  # before the lock, for the store has its own
         with self._lock:
             return OffloadStats(
                 **self._counters,
                 stall_seconds=self._stall_seconds,
                 live_blocks=self._live_blocks,
-                live_bytes_on_disk=self._store.live_bytes,
+                live_bytes_on_disk=live_bytes,
                 backend=self._store.backend,
             )
 
@@ -506,6 +530,8 @@ class Engine:
 
         Blocks that were only queued stay in memory; blocks on disk are lost to backward.
         """
+        if os.getpid() != self._pid:
+            return  # the threads and the lock's owner are in the parent
         with self._lock:
             self._closing = True
             self._queue.cancel_all()

@@ -218,7 +218,7 @@ class _Session:
         storage = tensor.untyped_storage()
         span = Span.of(storage, geometry, root)
         thread = self._thread
-        if thread.forward is None or thread.forward.begun_backward:
+        if thread.forward is None or thread.forward.begun_backward or thread.forward.worn_out:
             thread.forward = Pass(self._schedule)
         for block in thread.forward.blocks_of(storage, root):
             if block.version == tensor._version and block.span.covers(span):

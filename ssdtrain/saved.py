@@ -130,6 +130,7 @@ def is_plain(tensor: Tensor) -> bool:
     return (
         (type(tensor) is Tensor or type(tensor) is nn.Parameter)
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.is_meta
         and not tensor._is_zerotensor()

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Pass", "Schedule"]
 
+# Blocks that may be gone before a pass is looked at. More than a forward pass drops on its way.
+_WORN_OUT = 4096
+
 
 class Pass:
     """The blocks of one forward pass, in the order in which they were packed. Guarded by the engine's lock.
@@ -64,6 +67,11 @@ class Pass:
     def begun_backward(self) -> bool:
         """Whether backward has asked for any block of this pass."""
         return bool(self._asked)
+
+    @property
+    def worn_out(self) -> bool:
+        """Whether it is mostly made of blocks that are gone: a loop of graphs that are dropped without backward."""
+        return len(self._blocks) > 2 * self.live + _WORN_OUT
 
     def ask(self, index: int, task: int) -> None:
         """Backward asks for a block: what was expected before it is no longer worth reading ahead.

@@ -71,14 +71,19 @@ class Workers:
             Whether the caller is to call `wake`, as the last thing that it does.
         """
         self._untold_bytes += nbytes
-        return self._untold_bytes >= self._company_bytes
+        return self.is_company(self._untold_bytes)
+
+    def is_company(self, nbytes: int) -> bool:
+        """Whether so many bytes are enough to wake a thread."""
+        return nbytes >= self._company_bytes
 
     def wake(self) -> None:
         """Wake as many threads as there is company for, or one if it is not complete. Needs no lock."""
-        companies = -(-self._untold_bytes // self._company_bytes)
-        self._untold_bytes = 0
-        for _ in range(min(companies, len(self._threads))):
+        told = self._untold_bytes
+        for _ in range(min(-(-told // self._company_bytes), len(self._threads))):
             self.wake_one()
+        # Last, for an interrupt may come in between; and not to 0, for another thread may have queued meanwhile.
+        self._untold_bytes -= told
 
     def wake_one(self) -> None:
         """Have a thread look for something to do."""
@@ -87,23 +92,13 @@ class Workers:
             self._wake_ups.put(None)
 
     def check(self) -> None:
-        """Check that no job raised.
+        """Check that no job raised, which is what ends a thread; `Thread.is_alive` can be wrong after an interrupt.
 
         Raises:
             SSDTrainError: One did, and its thread has ended.
         """
         if self._crash is not None:
             raise SSDTrainError(f"an I/O thread of ssdtrain died: {self._crash!r}") from self._crash
-
-    def check_alive(self) -> None:
-        """Check that somebody is there to be waited for.
-
-        Raises:
-            SSDTrainError: A thread is gone, with or without an error.
-        """
-        self.check()
-        if not self._stopping and not all(thread.is_alive() for thread in self._threads):
-            raise SSDTrainError("an I/O thread of ssdtrain is gone; after a fork it lives in the parent only")
 
     def stop(self) -> None:
         """End the threads, each after the job that it is at. Idempotent."""

@@ -56,15 +56,17 @@ class BufferPool:
     def __init__(self, capacity: int) -> None:
         self._memory = _map(max(capacity, PAGE), huge=True)
         self._returned: deque[int] = deque()  # offsets on their way back; a deque needs no lock
-        self._ranges_lock = threading.Lock()  # guards _ranges
+        self._ranges_lock = threading.Lock()  # guards the two below
+        self._in_doubt = (
+            False  # an interrupt came in the middle of the arithmetic: the ranges are used no more
+        )
         self._ranges = ExtentAllocator(PAGE)
         self._ranges.grow(len(self._memory))
 
     def take(self, nbytes: int, skew: int) -> Region:
         """Memory that begins at `skew` modulo the page size."""
         with self._ranges_lock:
-            self._collect()
-            offset = self._ranges.allocate(nbytes + skew)
+            offset = self._take_range(nbytes + skew)
         if offset is None:
             return self.reserve(nbytes, skew, huge=True)
         region = Region(self._memory, offset + skew, nbytes)
@@ -83,23 +85,29 @@ class BufferPool:
         return Region(_map(nbytes + skew, huge=huge), skew, nbytes)
 
     def give(self, offset: int) -> None:
-        """Take a range back. Called when a storage dies, which may be anywhere, inside any lock: never waits."""
+        """Take a range back, later: a storage may die anywhere, inside any lock."""
         self._returned.append(offset)
-        if self._ranges_lock.acquire(blocking=False):
-            try:
-                self._collect()
-            finally:
-                self._ranges_lock.release()
 
     def trim(self) -> None:
         """Give the memory of all free ranges back to the system."""
         with self._ranges_lock:
+            if self._in_doubt:
+                return
             self._collect()
             for offset, length in self._ranges.free_ranges():
                 if offset < self._ranges.high_water:
                     touched = min(length, self._ranges.high_water - offset)
                     self._memory.madvise(mmap.MADV_DONTNEED, offset, touched)
             self._ranges.reset_high_water()
+
+    def _take_range(self, nbytes: int) -> int | None:
+        if self._in_doubt:
+            return None
+        self._in_doubt = True
+        self._collect()
+        offset = self._ranges.allocate(nbytes)
+        self._in_doubt = False
+        return offset
 
     def _collect(self) -> None:
         while self._returned:

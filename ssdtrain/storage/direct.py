@@ -119,15 +119,18 @@ class DirectStore(SpillStore):
         extent.edges.pop(offset, None)
         head, tail = self._cut(buffer)
         end = buffer.nbytes - tail
-        if self._in_place(buffer.address + head, end - head):
-            self._file.write(buffer.view(head, end), extent.offset + offset)
-        else:
-            self._write_padded(buffer, extent.offset + offset)
-        extent.edges[offset] = Edges(
+        # Before the write, during which the memory may be freed (`storage.resize_(0)`): the kernel then answers with
+        # an error, while reading it here would end the process.
+        edges = Edges(
             buffer.nbytes,
             head=ctypes.string_at(buffer.address, head),
             tail=ctypes.string_at(buffer.address + end, tail),
         )
+        if self._in_place(buffer.address + head, end - head):
+            self._file.write(buffer.view(head, end), extent.offset + offset)
+        else:
+            self._write_padded(buffer, extent.offset + offset)
+        extent.edges[offset] = edges
 
     def read(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
         """Fill the buffer, its whole pages where they are if its address allows."""

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VerifyingStore"]
 
+# Of a write whose memory changes under it. What changes it is a handful of operations on neighbouring bytes.
+_ATTEMPTS = 5
+
 
 class VerifyingStore(SpillStore):
     """Keeps the XXH3-64 of every write and compares it on every read.
@@ -52,12 +55,26 @@ class VerifyingStore(SpillStore):
         return self._inner.allocate(nbytes)
 
     def write(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
-        """Write, and keep the checksum if all was written."""
+        """Write, and keep the checksum if all was written.
+
+        The buffer may hold bytes that others change meanwhile and nobody will want from here: then it is written
+        again, so that the checksum is that of what was written.
+
+        Raises:
+            StoreError: EBUSY when they change each time.
+        """
         extent.checksums.pop(offset, None)
-        # Before the write: a buffer that somebody changes during it is then found out when it is read back.
-        checksum = self._digest(buffer.view())
-        self._inner.write(extent, buffer, offset)
-        extent.checksums[offset] = checksum
+        before = self._digest(buffer.view())
+        for _ in range(_ATTEMPTS):
+            self._inner.write(extent, buffer, offset)
+            after = self._digest(buffer.view())
+            if after == before:
+                extent.checksums[offset] = after
+                return
+            before = after
+        raise self._error(
+            errno.EBUSY, "the memory keeps changing while it is written", extent, buffer, offset
+        )
 
     def read(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
         """Read and compare.

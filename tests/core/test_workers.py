@@ -152,7 +152,7 @@ class TestWorkers:
         go_on.set()
         stopping.join()
         assert ended[0] is True
-        workers.check_alive()  # they ended because they were told to
+        workers.check()  # they ended because they were told to
         workers.stop()
 
     def test_when_threads_run_out_those_begun_end(self, monkeypatch):
