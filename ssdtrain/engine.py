@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ssdtrain.block import Block, Handle, State
 from ssdtrain.budgets import ReadAhead, StoreQueue
 from ssdtrain.config import in_bytes
-from ssdtrain.errors import ActivationLostError, StoreError
+from ssdtrain.errors import ActivationLostError, SSDTrainError, StoreError
 from ssdtrain.saved import check_version, refuse_unfilled
 from ssdtrain.stats import OffloadStats
 from ssdtrain.workers import Workers
@@ -99,9 +99,12 @@ class Engine:
                 on_crash=self._wake_waiting,
                 smallest_budget=min(store_queue_bytes, prefetch_bytes or sys.maxsize),
             )
-        except RuntimeError:
+        except RuntimeError as error:
             store.close()
-            raise
+            raise SSDTrainError(
+                f"io_threads: {config.io_threads} threads for each of {store.members} directories cannot be "
+                f"started ({error}); choose fewer"
+            ) from error
 
     # Forward.
 

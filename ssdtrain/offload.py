@@ -109,9 +109,9 @@ class OffloadActivations(saved_tensors_hooks):
         self._session.close()
 
 
-# Restored memory is what is read ahead and what backward works on, each about a prefetch window.
+# Address space of the arena for restored memory, in prefetch windows: what is read ahead, what backward works on, and
+# as much again for the gaps between ranges of different sizes. What does not fit has mappings of its own.
 _ARENA_WINDOWS = 4
-
 
 # What torch answers when no backward pass is running.
 _NO_TASK = -1
@@ -148,6 +148,7 @@ class _Session:
         )  # an emptied storage has nothing to offload
         self._weights = ModelStorages(model)
         self._pid = os.getpid()
+        self._closed = False
         self._schedule = Schedule()
         self._transfers: dict[str, Transfer] = {
             "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)))
@@ -159,7 +160,7 @@ class _Session:
 
     def begin(self) -> None:
         self._check_process()
-        if not self._finalizer.alive:
+        if self._closed:
             raise SSDTrainError("this OffloadActivations is closed; make a new one")
         self._weights.refresh()
         self._thread.forward = None
@@ -169,6 +170,7 @@ class _Session:
             self._engine.end_forward()
 
     def close(self) -> None:
+        self._closed = True
         self._engine.close()
         self._finalizer.detach()
 

@@ -84,7 +84,8 @@ def _show_warning(
     *more: Any,
 ) -> None:
     """Of our own warnings a user needs the text, not the line that it came from."""
-    if Path(filename).is_relative_to(Path(ssdtrain.__file__).parent):
+    # Not by file name: a warning is told of the line that called us.
+    if str(message).startswith(("ssdtrain ", "spill_dir: ")):
         sys.stderr.write(f"ssdtrain: warning: {' '.join(str(message).split())}\n")
     else:
         show(message, category, filename, *more)

@@ -17,6 +17,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ssdtrain.errors import ConfigError
 from ssdtrain.storage.base import PAGE
 from ssdtrain.storage.extents import ExtentAllocator
 
@@ -51,10 +52,19 @@ class BufferPool:
 
     Args:
         capacity: Bytes of the arena. They are address space until they are used.
+
+    Raises:
+        ConfigError: There is not so much address space.
     """
 
     def __init__(self, capacity: int) -> None:
-        self._memory = _map(max(capacity, PAGE), huge=True)
+        try:
+            self._memory = _map(max(capacity, PAGE), huge=True)
+        except OSError as error:
+            raise ConfigError(
+                f"prefetch_bytes: {capacity} bytes of address space cannot be reserved for it "
+                f"({error.strerror}); choose a smaller one"
+            ) from error
         self._returned: deque[int] = deque()  # offsets on their way back; a deque needs no lock
         self._ranges_lock = threading.Lock()  # guards the two below
         self._in_doubt = (

@@ -134,7 +134,10 @@ class SpillStore(ABC):
 
     @abstractmethod
     def free(self, extent: Extent) -> None:
-        """Give the extent back. Nothing may be reading or writing it. After `close` this does nothing."""
+        """Give the extent back. Nothing may be reading or writing it. After `close` this does nothing.
+
+        Never called from a finalizer or a garbage collection: it may take locks.
+        """
 
     @abstractmethod
     def close(self) -> None:

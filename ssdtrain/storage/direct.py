@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 
 from ssdtrain.errors import StoreError
@@ -43,10 +42,6 @@ class DirectStore(SpillStore):
     way; any other through bounce buffers. The first byte after the head lies at the offset of the write, so
     the file holds the middle only. A buffer written whole has empty edges.
 
-    [Note: free from a finalizer] A block's last reference may die anywhere, also inside the garbage
-    collector, in a thread that is in the middle of `allocate`. So `free` waits for no lock: it appends to a
-    queue, and whoever has or gets the lock next empties it.
-
     Args:
         directory: An existing, writable directory on an SSD.
         max_bytes: Most bytes the file may have; None: no bound.
@@ -70,7 +65,6 @@ class DirectStore(SpillStore):
         self._min_free_bytes = min_free_bytes
         self._bounce = BouncePool()
         self._closed = False
-        self._freed: deque[int] = deque()
         # Guards the three below; held for arithmetic only.
         self._extents_lock = threading.Lock()
         self._extents = ExtentAllocator(PAGE)
@@ -91,9 +85,7 @@ class DirectStore(SpillStore):
         """Bytes occupied by extents that are not freed."""
         if self._closed:
             return 0
-        with self._extents_lock:
-            self._take_back()
-            return self._extents.live_bytes
+        return self._extents.live_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -105,7 +97,6 @@ class DirectStore(SpillStore):
         assert nbytes > 0
         self._refuse_if_closed(f"cannot reserve {nbytes} bytes")
         with self._extents_lock:
-            self._take_back()
             too_large = self._policy.target(self._extents.size) < self._extents.size
             offset = None if too_large and not self._cycle_running else self._take(nbytes)
         if offset is None:
@@ -149,13 +140,13 @@ class DirectStore(SpillStore):
         ctypes.memmove(buffer.address + end, edges.tail, len(edges.tail))
 
     def free(self, extent: Extent) -> None:
-        """Give the extent back; waits for no lock, see [Note: free from a finalizer]."""
-        self._freed.append(extent.offset)
-        if self._extents_lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._extents_lock.release()
+        """Give the extent back; with the last one a cycle ends, see `ShrinkPolicy`."""
+        with self._extents_lock:
+            self._extents.free(extent.offset)
+            if self._cycle_running and self._extents.live_count == 0:
+                self._cycle_running = False
+                self._policy.record(self._extents.high_water)
+                self._extents.reset_high_water()
 
     def close(self) -> None:
         """Close the file, which has no name, so that its space is free at once."""
@@ -215,21 +206,11 @@ class DirectStore(SpillStore):
         self._cycle_running |= offset is not None
         return offset
 
-    def _take_back(self) -> None:
-        """Empty the queue of `free`, and notice the end of a cycle. Under `_extents_lock`."""
-        while self._freed:
-            self._extents.free(self._freed.popleft())
-        if self._cycle_running and self._extents.live_count == 0:
-            self._cycle_running = False
-            self._policy.record(self._extents.high_water)
-            self._extents.reset_high_water()
-
     def _resize_and_take(self, nbytes: int) -> int:
         with self._file_size_lock:
             self._shrink_if_idle()
             while True:
                 with self._extents_lock:
-                    self._take_back()
                     # Another thread may have grown the file, or freed, while this one waited.
                     offset = self._take(nbytes)
                     size, missing = self._extents.size, self._extents.missing(nbytes)

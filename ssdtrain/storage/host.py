@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import threading
-from collections import deque
 from typing import NamedTuple
 
 from ssdtrain.errors import StoreError
@@ -35,9 +34,7 @@ class HostStore(SpillStore):
         self._max_bytes = max_bytes
         self._closed = False
         self._memory: dict[int, _Memory] = {}
-        self._freed: deque[int] = deque()
-        # Guards the two below. `free` does not wait for it: it may run in a finalizer, inside `allocate`.
-        self._bytes_lock = threading.Lock()
+        self._bytes_lock = threading.Lock()  # guards the two below
         self._live_bytes = 0
         self._next_offset = 0
 
@@ -50,7 +47,6 @@ class HostStore(SpillStore):
     def live_bytes(self) -> int:
         """Bytes occupied by extents that are not freed."""
         with self._bytes_lock:
-            self._take_back()
             return 0 if self._closed else self._live_bytes
 
     def allocate(self, nbytes: int) -> Extent:
@@ -59,7 +55,6 @@ class HostStore(SpillStore):
         length = -(-nbytes // PAGE) * PAGE
         doing = f"cannot reserve {nbytes} bytes of host memory"
         with self._bytes_lock:
-            self._take_back()
             if self._closed:
                 raise StoreError(errno.EBADF, f"{doing}: the store is closed", _PLACE)
             if self._max_bytes is not None and self._live_bytes + length > self._max_bytes:
@@ -72,7 +67,7 @@ class HostStore(SpillStore):
         try:
             self._memory[offset] = _Memory(page_aligned(length), {})
         except OSError as error:
-            self._freed.append(length)
+            self._forget(length)
             raise StoreError.from_os(error, doing, _PLACE) from error
         return Extent(nbytes, offset, length)
 
@@ -93,7 +88,7 @@ class HostStore(SpillStore):
     def free(self, extent: Extent) -> None:
         """Unmap the extent's memory."""
         if self._memory.pop(extent.offset, None) is not None:
-            self._freed.append(extent.length)
+            self._forget(extent.length)
 
     def close(self) -> None:
         """Unmap all memory."""
@@ -114,6 +109,6 @@ class HostStore(SpillStore):
             raise StoreError(errno.EBADF, f"cannot use {self.describe(extent)}: the store is closed", _PLACE)
         return memory
 
-    def _take_back(self) -> None:
-        while self._freed:
-            self._live_bytes -= self._freed.popleft()
+    def _forget(self, length: int) -> None:
+        with self._bytes_lock:
+            self._live_bytes -= length

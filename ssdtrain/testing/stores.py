@@ -274,9 +274,7 @@ class NullStore(SpillStore):
     def __init__(self) -> None:
         self.bytes_written = 0
         self.bytes_read = 0
-        # Guards the two totals above and what is live. Reentrant: `free` may run in a finalizer, inside any
-        # of these.
-        self._totals_lock = threading.RLock()
+        self._totals_lock = threading.Lock()  # guards the two totals above and what is live
         self._live: dict[int, int] = {}
         self._next_offset = 0
         self._closed = False

@@ -322,6 +322,20 @@ class TestReadingAhead:
         assert offload.stats.prefetch_hits - before.prefetch_hits == CHAIN - 1
         del links
 
+    def test_the_budget_is_whole_after_passes_that_two_backwards_walk(self, make_offload):
+        store = PatientStore(HostStore())
+        offload = make_offload(store=store, prefetch_bytes=(CHAIN - 1) * BLOCK)
+        for _ in range(10):
+            with offload:
+                one, other = chain(leaf(64, 64)), chain(leaf(64, 64))
+            offload.synchronize()
+            one.backward()
+            other.backward()
+            del one, other
+        assert_nothing_left(offload)
+        store.ahead = store.read_ahead + CHAIN - 1
+        assert_transparent(chain_program(), offload)
+
     def test_a_graph_dropped_while_it_is_read_ahead(self, make_offload):
         class GatedForWorkers(GatedStore):
             def read(self, extent, buffer, offset=0):

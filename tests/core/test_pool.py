@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+from ssdtrain.errors import ConfigError
 from ssdtrain.memory.pool import BufferPool
+from ssdtrain.storage.extents import ExtentAllocator
 
 from .helpers import KIB, MIB
 
@@ -139,3 +141,25 @@ def test_views_outlive_the_pool():
     del pool
     gc.collect()
     assert (tensor == 3).all()
+
+
+def test_an_interrupt_in_the_middle_of_the_arithmetic_costs_the_arena_only(pool, monkeypatch):
+    """Whether a range is free can then not be told."""
+
+    def interrupted(_ranges, _nbytes):
+        raise KeyboardInterrupt
+
+    before = pool.take(MIB, 64).tensor().fill_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ExtentAllocator, "allocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.take(MIB, 64)
+    others = [pool.take(MIB, 64).tensor().fill_(2) for _ in range(3)]
+    pool.trim()
+    assert (before == 1).all()
+    assert all((other == 2).all() for other in others)
+
+
+def test_more_address_space_than_there_is():
+    with pytest.raises(ConfigError, match="choose a smaller one"):
+        BufferPool(1 << 60)

@@ -187,6 +187,17 @@ def test_a_storage_with_the_id_of_a_dead_one_has_no_blocks(schedule):
     assert one.blocks_of(block.source, block.root()) == []
 
 
+def test_a_pass_wears_out_when_most_of_its_blocks_are_gone(schedule):
+    one, (kept, *others) = forward(schedule)
+    for _ in others:
+        one.forget()
+    for _ in range(5000):
+        one.add(Block())
+        one.forget()
+    assert one.worn_out
+    assert kept in one.blocks_of(kept.source, kept.root())
+
+
 def test_dropped_graphs_do_not_add_up_in_a_pass_that_goes_on(schedule):
     one, blocks = forward(schedule)
     for _ in blocks:

@@ -91,6 +91,36 @@ class TestCompany:
         y.sum().backward()
         assert patient.read_by_user == 1
 
+    def test_a_small_block_before_one_that_does_not_fit_is_read_ahead(self, make_offload):
+        class Saves(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, carry, block, wait):
+                ctx.save_for_backward(block)
+                ctx.wait = wait
+                return carry.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                assert len(ctx.saved_tensors) == 1
+                assert ctx.wait()
+                return grad, None, None
+
+        store = PatientStore(HostStore(), ahead=1)
+        offload = make_offload(store=store, prefetch_bytes=8 * BLOCK)
+        small, large = BLOCK // 4, 15 * BLOCK // 8  # elements: one block, and seven and a half
+        carry = leaf(1)
+        with offload:
+            # Backward asks for the last one first.
+            for elements, ahead in ((small, 3), (large, 3), (small, 2), (large, 1)):
+                carry = Saves.apply(
+                    carry,
+                    torch.randn(elements),
+                    lambda ahead=ahead: eventually(lambda: store.read_ahead >= ahead),
+                )
+        offload.synchronize()
+        carry.backward()
+        assert (store.read_ahead, store.read_by_user) == (3, 1)
+
 
 class TestWorkers:
     def make(self, jobs, count=2, **options):

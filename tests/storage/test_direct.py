@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from ssdtrain.errors import StoreError
-from ssdtrain.storage import PAGE, DirectStore, HostBuffer, direct, linux
+from ssdtrain.storage import PAGE, DirectStore, HostBuffer, linux
 from ssdtrain.storage.bounce import BouncePool
 from ssdtrain.testing.suite import content, filled, read_back, same, skewed_buffer
 
@@ -379,22 +379,6 @@ class TestClosing:
         writer.join(30)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(number)
-
-
-class TestFreeFromAFinalizer:
-    def test_it_waits_for_no_lock(self, store):
-        extent = store.allocate(MIB)
-        with store._extents_lock:
-            store.free(extent)
-        assert store.live_bytes == 0
-
-    def test_what_it_freed_is_given_out_before_the_file_grows(self, store, monkeypatch):
-        monkeypatch.setattr(direct, "GROWTH_STEP", MIB)
-        extent = store.allocate(MIB)
-        with store._extents_lock:
-            store.free(extent)
-        store.allocate(MIB)
-        assert store.file_bytes == MIB
 
 
 def test_a_buffer_reaches_its_own_bytes_only():

@@ -8,8 +8,8 @@ import pytest
 
 from ssdtrain.errors import ConfigError, StoreError
 from ssdtrain.storage import PAGE, DirectStore, HostStore, VerifyingStore
-from ssdtrain.testing import Fault, FaultyStore
-from ssdtrain.testing.suite import filled, skewed_buffer
+from ssdtrain.testing import Fault, FaultyStore, WrapperStore
+from ssdtrain.testing.suite import content, filled, same, skewed_buffer
 
 from .helpers import look_under
 
@@ -68,3 +68,37 @@ def test_a_missing_xxhash_is_named_with_its_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"pip install 'ssdtrain\[verify\]'"):
         VerifyingStore(HostStore())
+
+
+class Neighbour(WrapperStore):
+    """While it writes, somebody changes another byte of the buffer, `times` times in all."""
+
+    def __init__(self, inner, times):
+        super().__init__(inner)
+        self.times = times
+
+    def write(self, extent, buffer, offset=0):
+        super().write(extent, buffer, offset)
+        if self.times:
+            self.times -= 1
+            buffer.view()[0] += 1
+
+
+def test_a_buffer_that_changes_during_the_write_is_written_again():
+    """Its checksum is that of what was written, whether or not somebody wants the bytes that changed."""
+    store = VerifyingStore(Neighbour(HostStore(), times=2))
+    extent, source = store.allocate(MIB), filled(MIB, seed=8)
+    store.write(extent, source)
+    destination = skewed_buffer(MIB)
+    store.read(extent, destination)
+    assert same(content(destination), content(source))
+
+
+def test_a_buffer_that_never_keeps_still_is_an_error():
+    store = VerifyingStore(Neighbour(HostStore(), times=1000))
+    extent = store.allocate(MIB)
+    with pytest.raises(StoreError, match="keeps changing") as caught:
+        store.write(extent, filled(MIB, seed=9))
+    assert caught.value.errno == errno.EBUSY
+    with pytest.raises(StoreError, match="no checksum"):
+        store.read(extent, skewed_buffer(MIB))
