@@ -78,7 +78,7 @@ class Block:
         version: `Tensor._version` of the saved tensors; any other version is another block.
         transfer: How its bytes get to a store and back.
         to_settle: Where the block goes when its write has ended, for the thread that packed it.
-        forward: The forward pass that it belongs to.
+        forward_pass: The forward pass that it belongs to.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class Block:
         "_watched",
         "counted",
         "extent",
-        "forward",
+        "forward_pass",
         "handles",
         "handles_made",
         "index",
@@ -115,7 +115,7 @@ class Block:
         *,
         transfer: Transfer,
         to_settle: deque[Block],
-        forward: Pass,
+        forward_pass: Pass,
     ) -> None:
         self.storage = weakref.ref(storage)
         self.root = weakref.ref(root)
@@ -124,8 +124,8 @@ class Block:
         self.transfer = transfer
         self.mark = transfer.mark()
         self.to_settle = to_settle
-        self.forward = forward
-        self.index = -1  # in `forward`, once it is stored
+        self.forward_pass = forward_pass
+        self.index = -1  # in `forward_pass`, once it is stored
         self.counted = False  # among the live blocks
         self.state = State.KEPT
         # The original memory: held until the block is spilled. `saved` has each handle's own tensor, whose

@@ -109,23 +109,25 @@ class ReadAhead:
     def __contains__(self, block: Block) -> bool:
         return block in self._blocks
 
-    def extend(self, forward: Pass) -> Iterator[Block]:
+    def extend(self, forward_pass: Pass) -> Iterator[Block]:
         """Queue what backward is expected to ask for, as far as the budget goes.
 
         Yields:
             Blocks on the way whose bytes are still in the store queue: they need no read, only to be spared.
         """
-        while (block := forward.next()) is not None:
+        while (block := forward_pass.next()) is not None:
             if block.in_store_queue():
                 yield block
             elif block.on_disk_only() and block not in self._blocks:
-                if not self._fits(block) and not (self._drop_wrong_guesses(forward) and self._fits(block)):
+                if not self._fits(block) and not (
+                    self._drop_wrong_guesses(forward_pass) and self._fits(block)
+                ):
                     return
                 self._blocks[block] = None
                 self._bytes += block.span.nbytes
                 self.queued_bytes += block.span.nbytes
                 self._to_read.append(block)
-            forward.advance()
+            forward_pass.advance()
 
     def take(self) -> Block | None:
         """The next block to read, now being read."""
@@ -151,13 +153,13 @@ class ReadAhead:
         alone = self._bytes == 0 and self._limit > 0
         return alone or self._bytes + block.span.nbytes <= self._limit
 
-    def _drop_wrong_guesses(self, forward: Pass) -> bool:
+    def _drop_wrong_guesses(self, forward_pass: Pass) -> bool:
         """Let go of blocks that backward has passed by, or that belong to another pass."""
         wrong = [
             block
             for block in self._blocks
             if block.state is not State.READING
-            and (block.forward is not forward or block.forward.passed(block.index))
+            and (block.forward_pass is not forward_pass or block.forward_pass.passed(block.index))
         ]
         for block in wrong:
             block.restored = None

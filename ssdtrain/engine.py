@@ -11,8 +11,8 @@ and backward raises as torch does.
 [Note: Dying handles]
 A handle can die anywhere: in backward, or in a garbage collection that starts inside one of the critical
 sections below. `release` therefore only appends to a queue, and works the queue off only if nobody has the lock.
-Extents are given back by the workers (`_sweep`), since a store has locks of its own. Memory that is let go is
-dropped outside the lock too: unmapping takes a while. Methods that collect it return it.
+Extents go back on an I/O thread (`_give_back_freed`), since a store has locks of its own. Memory is dropped after the
+lock is released, for unmapping takes a while: methods that collect it return it, as `doomed`.
 
 [Note: Interrupts]
 Ctrl-C raises KeyboardInterrupt in the main thread, anywhere: in practice where a function begins or a call into C
@@ -129,7 +129,7 @@ class Engine:
             tensor: Detached, plain. Held until the block is spilled.
         """
         with self._lock:
-            doomed = self._bury() + self._settle(block.to_settle)
+            doomed = self._reap() + self._settle(block.to_settle)
             handle = None if block.state is State.FREED else self._join(block, geometry, tensor)
             self._counters["blocks_deduplicated"] += handle is not None
         del doomed
@@ -147,12 +147,12 @@ class Engine:
             StoreError: An earlier write failed, and the config says raise.
         """
         with self._lock:
-            doomed = self._bury() + self._settle(block.to_settle)
+            doomed = self._reap() + self._settle(block.to_settle)
             self._check_stores()
             if self._wait_when_full and not self._closing:
                 self._stall_seconds += self._wait(lambda: self._room_after_settling(block, doomed))
             handle = self._join(block, geometry, tensor)
-            block.index = block.forward.add(block)
+            block.index = block.forward_pass.add(block)
             block.counted = True
             self._live_blocks += 1
             if not self._closing and (self._wait_when_full or self._queue.has_room(block)):
@@ -168,7 +168,7 @@ class Engine:
         return handle
 
     def end_forward(self) -> None:
-        """No more blocks are to come for now: write what waits for company, see [Note: Waking workers]."""
+        """No more blocks are to come for now. See [Note: Waking workers]."""
         self._workers.wake()
 
     def _join(self, block: Block, geometry: Geometry, tensor: Tensor) -> Handle:
@@ -232,17 +232,17 @@ class Engine:
         reading = False
         try:
             with self._lock:
-                doomed = self._bury()
+                doomed = self._reap()
                 if task is not None:
-                    block.forward.ask(block.index, task)
+                    block.forward_pass.ask(block.index, task)
                 if block.state is State.READING:
                     self._stall_seconds += self._wait(lambda: block.state is not State.READING)
                 if block.in_original_memory():
-                    saved = self._forward(handle)
+                    saved = self._take_original(handle)
                 else:
-                    restored = self._claim(handle)
+                    restored = self._take_restored(handle)
                     reading = restored is None
-                wake = task is not None and self._read_ahead(block.forward)
+                wake = task is not None and self._read_ahead(block.forward_pass)
                 # After the lookup: settling first would let go of the very blocks that backward asks for first, since
                 # they were written last.
                 doomed += self._settle(to_settle)
@@ -266,17 +266,17 @@ class Engine:
         assert restored is not None
         return handle.view(restored)
 
-    def _forward(self, handle: Handle) -> Tensor:
+    def _take_original(self, handle: Handle) -> Tensor:
         """The saved tensor itself, from memory that has not been let go."""
         block = handle.block
         tensor = block.saved[handle.key]
         check_version(tensor, block.version)
         self._mark_read(handle)
         self._counters["blocks_forwarded"] += block.state in {State.QUEUED, State.WRITING}
-        self._spare(block)
+        self._keep_in_memory(block)
         return tensor
 
-    def _claim(self, handle: Handle) -> Tensor | None:
+    def _take_restored(self, handle: Handle) -> Tensor | None:
         """The block's restored bytes; None where the caller is to read them: then the block is READING."""
         block = handle.block
         refuse_unfilled()
@@ -289,19 +289,19 @@ class Engine:
             block.begin_reading()
         return restored
 
-    def _read_ahead(self, forward: Pass) -> bool:
+    def _read_ahead(self, forward_pass: Pass) -> bool:
         """Queue what backward will ask for; returns whether workers are to be woken."""
         before = self._ahead.queued_bytes
-        for block in self._ahead.extend(forward):
+        for block in self._ahead.extend(forward_pass):
             self._counters["blocks_forwarded"] += block.state is State.QUEUED
-            self._spare(block)
+            self._keep_in_memory(block)
         more = self._ahead.queued_bytes - before
-        following = forward.next()
+        following = forward_pass.next()
         return more > 0 and (
             self._workers.queued(more)
-            # Company to wait for is not to come.
+            # No batch will be full soon.
             or following is None
-            or self._workers.is_company(following.span.nbytes)
+            or self._workers.is_batch(following.span.nbytes)
         )
 
     def _mark_read(self, handle: Handle) -> None:
@@ -311,7 +311,7 @@ class Engine:
         if not block.unread:
             block.restored = None  # the caller has it; from here on it is only watched
 
-    def _spare(self, block: Block) -> None:
+    def _keep_in_memory(self, block: Block) -> None:
         """Neither write nor let go of what backward is about to use."""
         if block.state is State.QUEUED:
             self._cancel(block, State.KEPT)
@@ -351,10 +351,10 @@ class Engine:
     def _next_job(self) -> Callable[[], None] | None:
         """A read, else a store; None when there is neither."""
         with self._lock:
-            doomed = self._bury()
+            doomed = self._reap()
             job = self._take_job()
         del doomed
-        self._sweep()
+        self._give_back_freed()
         return job
 
     def _take_job(self) -> Callable[[], None] | None:
@@ -417,12 +417,12 @@ class Engine:
         self._dead.append((block, key))
         if not self._lock.locked():  # else whoever has it may be this very thread
             with self._lock:
-                doomed = self._bury()
+                doomed = self._reap()
             del doomed
         else:
             self._workers.wake_one()  # who has it may be past looking
 
-    def _bury(self) -> list[object]:
+    def _reap(self) -> list[object]:
         """Work off the handles that have died; the caller drops what is returned outside the lock."""
         doomed: list[object] = []
         while self._dead:
@@ -451,9 +451,9 @@ class Engine:
         if block.counted:
             block.counted = False
             self._live_blocks -= 1
-            if block.forward.forget():
+            if block.forward_pass.forget():
                 self._idle.append(block.transfer)
-            if block.forward.live == 0:
+            if block.forward_pass.live == 0:
                 self._workers.wake_one()  # to sweep
         return block.release_all()
 
@@ -471,7 +471,7 @@ class Engine:
             self._freed.append(block.extent)
             block.extent = None
 
-    def _sweep(self) -> None:
+    def _give_back_freed(self) -> None:
         """Give freed extents and idle memory back. Without the lock: stores and pools have their own."""
         for extent in _drain(self._freed):
             self._store.free(extent)
@@ -515,9 +515,9 @@ class Engine:
     def snapshot(self) -> OffloadStats:
         """Counters, as of now."""
         with self._lock:
-            doomed = self._bury()
+            doomed = self._reap()
         del doomed
-        self._sweep()
+        self._give_back_freed()
         live_bytes = self._store.live_bytes  # before the lock, for the store has its own
         with self._lock:
             return OffloadStats(

@@ -131,7 +131,7 @@ class _Thread(threading.local):
     """What each thread that runs a forward pass has of its own."""
 
     def __init__(self) -> None:
-        self.forward: Pass | None = None
+        self.forward_pass: Pass | None = None
         self.to_settle: deque[Block] = deque()  # blocks packed here whose memory is to be let go
 
 
@@ -163,7 +163,7 @@ class _Session:
         if self._closed:
             raise SSDTrainError("this OffloadActivations is closed; make a new one")
         self._weights.refresh()
-        self._thread.forward = None
+        self._thread.forward_pass = None
 
     def end(self) -> None:
         if os.getpid() == self._pid:  # a forked child ends the forward pass that it was born in, too
@@ -220,9 +220,9 @@ class _Session:
         storage = tensor.untyped_storage()
         span = Span.of(storage, geometry, root)
         thread = self._thread
-        if thread.forward is None or thread.forward.begun_backward or thread.forward.worn_out:
-            thread.forward = Pass(self._schedule)
-        for block in thread.forward.blocks_of(storage, root):
+        if thread.forward_pass is None or thread.forward_pass.begun_backward or thread.forward_pass.worn_out:
+            thread.forward_pass = Pass(self._schedule)
+        for block in thread.forward_pass.blocks_of(storage, root):
             if block.version == tensor._version and block.span.covers(span):
                 handle = self._engine.share(block, geometry, tensor)
                 if handle is not None:
@@ -234,7 +234,7 @@ class _Session:
             tensor._version,
             transfer=transfer,
             to_settle=thread.to_settle,
-            forward=thread.forward,
+            forward_pass=thread.forward_pass,
         )
         return self._engine.store(block, geometry, tensor)
 

@@ -1,9 +1,10 @@
 """The I/O threads: they sleep until they are woken, then work until nothing is left to do.
 
 [Note: Waking workers]
-Waking a thread that sleeps costs the compute thread more than all the rest of a hook, and whatever lets go of the
-interpreter after that (an operation of torch, the end of a tensor) makes it wait for the worker's Python. So small
-blocks wait for company: until `COMPANY_BYTES` are queued, the forward pass ends, or a thread is about to wait.
+Waking a sleeping thread costs the compute thread more than the rest of a hook does. It costs again afterwards: the next
+time that the compute thread releases the GIL, the worker takes it, and the compute thread waits for the worker's Python.
+So workers are woken for a batch of blocks: when `WAKE_BATCH_BYTES` are queued, when the forward pass ends, and before
+any thread waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Workers"]
 
 # Small beside every budget, and 2 ms of work for an SSD: what is delayed by it is not late.
-COMPANY_BYTES = 4 << 20
+WAKE_BATCH_BYTES = 4 << 20
 
 
 class Workers:
@@ -30,7 +31,7 @@ class Workers:
         count: How many.
         next_job: Called on a worker for something to do, which is then run; None when there is nothing.
         on_crash: Called on a worker that ends because a job raised.
-        smallest_budget: The most bytes that can be queued; a fraction of them is company enough.
+        smallest_budget: Bytes that can be queued at most; a batch is a fraction of them, or less.
 
     Raises:
         RuntimeError: No more threads are to be had.
@@ -46,8 +47,8 @@ class Workers:
     ) -> None:
         self._next_job = next_job
         self._on_crash = on_crash
-        self._company_bytes = max(1, min(COMPANY_BYTES, smallest_budget // 4))
-        self._untold_bytes = 0  # queued since threads were last woken
+        self._batch_bytes = max(1, min(WAKE_BATCH_BYTES, smallest_budget // 4))
+        self._unannounced_bytes = 0  # queued since threads were last woken; grows under the engine's lock
         self._stopping = False
         self._crash: BaseException | None = None
         # One item for each thread that is to look for something to do. Not a condition of the engine's lock: a thread
@@ -70,20 +71,20 @@ class Workers:
         Returns:
             Whether the caller is to call `wake`, as the last thing that it does.
         """
-        self._untold_bytes += nbytes
-        return self.is_company(self._untold_bytes)
+        self._unannounced_bytes += nbytes
+        return self.is_batch(self._unannounced_bytes)
 
-    def is_company(self, nbytes: int) -> bool:
+    def is_batch(self, nbytes: int) -> bool:
         """Whether so many bytes are enough to wake a thread."""
-        return nbytes >= self._company_bytes
+        return nbytes >= self._batch_bytes
 
     def wake(self) -> None:
-        """Wake as many threads as there is company for, or one if it is not complete. Needs no lock."""
-        told = self._untold_bytes
-        for _ in range(min(-(-told // self._company_bytes), len(self._threads))):
+        """Wake a thread for each batch, and one for what is left over. Needs no lock."""
+        told = self._unannounced_bytes
+        for _ in range(min(-(-told // self._batch_bytes), len(self._threads))):
             self.wake_one()
         # Last, for an interrupt may come in between; and not to 0, for another thread may have queued meanwhile.
-        self._untold_bytes -= told
+        self._unannounced_bytes -= told
 
     def wake_one(self) -> None:
         """Have a thread look for something to do."""

@@ -19,9 +19,9 @@ def one_compute_thread():
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_company(monkeypatch):
+def no_batches(monkeypatch):
     """The blocks here are small, and tests wait for the write of a single one."""
-    monkeypatch.setattr(ssdtrain.workers, "COMPANY_BYTES", 1)
+    monkeypatch.setattr(ssdtrain.workers, "WAKE_BATCH_BYTES", 1)
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from ssdtrain.workers import Workers
 
 from .helpers import KIB, MIB, PatientStore, eventually, leaf
 
-COMPANY = 64 * KIB
+BATCH = 64 * KIB
 BLOCK = 16 * KIB
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_company(monkeypatch):
-    """Here they do wait."""
-    monkeypatch.setattr(ssdtrain.workers, "COMPANY_BYTES", COMPANY)
+def no_batches(monkeypatch):
+    """Here small blocks wait for a batch."""
+    monkeypatch.setattr(ssdtrain.workers, "WAKE_BATCH_BYTES", BATCH)
 
 
 def save(tensor):
@@ -32,7 +32,7 @@ def writes(recording):
     return len(recording.of_kind("write"))
 
 
-class TestCompany:
+class TestBatches:
     def test_small_blocks_wait_for_the_end_of_the_forward_pass(self, make_offload, recording):
         offload = make_offload(store=recording)
         x = leaf(64, 64)
@@ -46,11 +46,11 @@ class TestCompany:
         offload = make_offload(store=recording)
         x = leaf(64, 64)
         with offload:
-            outputs = [save(x * number) for number in range(COMPANY // BLOCK)]
-            assert eventually(lambda: writes(recording) == COMPANY // BLOCK)
+            outputs = [save(x * number) for number in range(BATCH // BLOCK)]
+            assert eventually(lambda: writes(recording) == BATCH // BLOCK)
         del outputs
 
-    def test_a_small_budget_is_company_enough(self, make_offload, recording):
+    def test_a_small_budget_is_batch_enough(self, make_offload, recording):
         offload = make_offload(store=recording, store_queue_bytes=BLOCK)
         x = leaf(64, 64)
         with offload:
@@ -58,7 +58,7 @@ class TestCompany:
             assert eventually(lambda: writes(recording) == 1)
         del output
 
-    def test_who_waits_does_not_wait_for_company(self, make_offload, recording):
+    def test_who_waits_does_not_wait_for_a_batch(self, make_offload, recording):
         offload = make_offload(store=recording)
         x = leaf(64, 64)
         with offload:
@@ -78,7 +78,7 @@ class TestCompany:
         del outputs
 
     def test_the_last_block_of_a_backward_pass_is_read_ahead(self, make_offload):
-        # The window holds 8 blocks, so 2 are company; of 10, the first is read by backward and the last is alone.
+        # The window holds 8 blocks, so 2 are a batch; of 10, the first is read by backward and the last is alone.
         patient = PatientStore(HostStore(), ahead=8)
         offload = make_offload(store=patient, prefetch_bytes=8 * BLOCK)
         x = leaf(64, 64)
@@ -142,13 +142,13 @@ class TestWorkers:
         assert done.wait(30)
         workers.stop()
 
-    def test_as_many_wake_as_there_is_company_for(self):
+    def test_as_many_wake_as_there_is_batch_for(self):
         both = threading.Barrier(3, timeout=30)
         jobs = []
         workers, _ = self.make(jobs)
         jobs += [both.wait, both.wait]
-        assert not workers.queued(COMPANY - 1)
-        assert workers.queued(COMPANY + 1)
+        assert not workers.queued(BATCH - 1)
+        assert workers.queued(BATCH + 1)
         workers.wake()
         both.wait()  # two jobs at once
         workers.stop()
@@ -202,7 +202,7 @@ class TestWorkers:
         assert threading.active_count() == before
 
 
-def test_blocks_in_company_come_back_whole(make_offload):
+def test_blocks_of_a_batch_come_back_whole(make_offload):
     offload = make_offload()
     x = leaf(64, 64)
     (wanted,) = torch.autograd.grad(x.sin().cos().tanh().sum(), x)
