@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _MAX_BYTES = 1 << 60
 
 Paths = str | Path | Sequence[str | Path]
@@ -53,7 +54,7 @@ def parse_size(value: int | str, name: str) -> int:
             raise ConfigError(f"{name}: {expected} (units: {units}), got {value!r}")
         value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     if not 0 <= value <= _MAX_BYTES:
-        raise ConfigError(f"{name}: {expected} between 0 and 2**60, got {value}")
+        raise ConfigError(f"{name}: expected a size from 0 to 2**60 bytes, got {value}")
     return value
 
 
@@ -89,10 +90,11 @@ class OffloadConfig:
     """Free bytes that are left to other users of each spill directory's file system."""
 
     prefetch_bytes: int | str = "256MiB"
-    """Most bytes that are read ahead of backward. 0: every block is read when it is asked for."""
+    """Most bytes that are read ahead of backward; a larger block passes alone. 0: every block is read when it is
+    asked for."""
 
     store_queue_bytes: int | str = "256MiB"
-    """Most bytes that wait for the disk, those being written included."""
+    """Most bytes that wait for the disk, those being written included; a larger block passes alone."""
 
     on_full_queue: str = "keep"
     """When `store_queue_bytes` is reached: "keep" the block in memory, or let the forward pass "wait"."""
@@ -134,7 +136,8 @@ class OffloadConfig:
             assert isinstance(self.spill_dir, tuple)
             return self.spill_dir
         from_environment = os.environ.get("SSDTRAIN_SPILL_DIR", "").split(":")
-        return tuple(Path(name) for name in from_environment if name) or (Path(DEFAULT_SPILL_DIR),)
+        named = tuple(Path(name).expanduser() for name in from_environment if name)
+        return named or (Path(DEFAULT_SPILL_DIR),)
 
     @classmethod
     def of(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
@@ -144,11 +147,15 @@ class OffloadConfig:
             ConfigError: An option does not exist; the text lists those that do.
         """
         if config is not None and not isinstance(config, cls):
-            raise ConfigError(f"config: expected an OffloadConfig, got {config!r}")
+            raise ConfigError(
+                f"config: expected an OffloadConfig, got {config!r}; options go by name, such as spill_dir=..."
+            )
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise ConfigError(f"{name}: no such option; the options are {', '.join(names)}")
+                near = difflib.get_close_matches(name, names, 1)
+                meant = f", did you mean {near[0]}?" if near else "; the options are " + ", ".join(names)
+                raise ConfigError(f"{name}: no such option{meant}")
         return replace(config or cls(), **options)
 
 
@@ -162,4 +169,4 @@ def _paths(value: Any) -> tuple[Path, ...] | None:
         or not all(isinstance(one, str | os.PathLike) and os.fspath(one) for one in several)
     ):
         raise ConfigError(f"spill_dir: expected a directory or a list of directories, got {value!r}")
-    return tuple(Path(one) for one in several)
+    return tuple(Path(one).expanduser() for one in several)

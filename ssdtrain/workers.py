@@ -1,8 +1,8 @@
 """The I/O threads: they sleep until they are woken, then work until nothing is left to do.
 
 [Note: Waking workers]
-Waking a sleeping thread costs the compute thread more than the rest of a hook does. It costs again afterwards: the next
-time that the compute thread releases the GIL, the worker takes it, and the compute thread waits for the worker's Python.
+Waking a sleeping thread costs the compute thread more than the rest of a hook does. It costs again afterwards: the
+next time that the compute thread releases the GIL, the worker takes it, and the compute thread waits for its Python.
 So workers are woken for a batch of blocks: when `WAKE_BATCH_BYTES` are queued, when the forward pass ends, and before
 any thread waits.
 """

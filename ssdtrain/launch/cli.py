@@ -110,13 +110,12 @@ def _command(arguments: list[str]) -> int:
     )
     parser.add_argument("--help", "-h", action="store_true", help="print this and exit")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(f"{arguments[0]}: no such command; the commands are: train")
     options = parser.parse_args(arguments)
     if options.version:
         sys.stdout.write(f"ssdtrain {ssdtrain.__version__}\n")
         return 0
-    if options.command is not None and not options.help:
-        raise ConfigError(f"{options.command}: no such command; the commands are: train")
     parser.print_help()
     return 0
 

@@ -67,7 +67,10 @@ def find_files(data: DataConfig) -> list[Path]:
         matches = {match for match in matches if match.is_file()}
         if not matches:
             meaning = f" ({expanded})" if str(expanded) != pattern else ""
-            raise ConfigError(f"data.files: no file matches {pattern!r}{meaning}; give a glob that does")
+            better = " (of a folder: its name and /*.txt, say)" if expanded.is_dir() else ""
+            raise ConfigError(
+                f"data.files: no file matches {pattern!r}{meaning}; give a glob that does{better}"
+            )
         found |= {match.resolve() for match in matches}
     return sorted(found)
 

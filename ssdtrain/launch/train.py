@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import statistics
 import time
 import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ssdtrain.config import in_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.launch.data import batches, load_corpus
 from ssdtrain.launch.errors import RunError
@@ -100,6 +102,14 @@ def check_spill_directories(config: LaunchConfig) -> None:
             _offload(None, config).close()
         except UserWarning as warning:
             raise ConfigError(f"offload.{warning}") from warning
+    leave = in_bytes(config.offload.min_free_bytes)
+    for directory in config.offload.directories if config.offload.backend != "host" else ():
+        free = shutil.disk_usage(directory).free
+        if free <= leave:
+            raise ConfigError(
+                f"offload.min_free_bytes: {directory} has {free} bytes free, of which {leave} are to be left to "
+                "others, so nothing can be offloaded; free some space, leave less, or name another directory"
+            )
 
 
 def train(config: LaunchConfig, progress: Progress) -> RunResult:

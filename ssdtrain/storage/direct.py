@@ -252,9 +252,12 @@ class DirectStore(SpillStore):
         quota = (1 << 62) if self._max_bytes is None else self._max_bytes - size
         free = self._file.free_bytes() - self._min_free_bytes
         if quota < missing:
-            reason = f"max_spill_bytes allows {self._max_bytes} bytes here"
+            reason = f"max_spill_bytes allows {self._max_bytes} bytes here; allow more, or offload less"
         elif self._min_free_bytes and free < missing:
-            reason = f"min_free_bytes={self._min_free_bytes} would be broken"
+            reason = (
+                f"{free + self._min_free_bytes} bytes are free, of which min_free_bytes leaves "
+                f"{self._min_free_bytes} to others; free some space, or leave less"
+            )
         else:
             step = -(-missing // GROWTH_STEP) * GROWTH_STEP
             return max(missing, min(step, quota, free) // PAGE * PAGE)

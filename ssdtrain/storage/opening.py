@@ -67,7 +67,14 @@ def open_spill_file(directory: str, direct: bool | None) -> tuple[int, bool]:
             )
         return _probed(directory, 0, lambda _fd: None), False
     except OSError as error:
-        raise ConfigError(f"spill_dir: {directory!r} {_reason(directory, error)}") from error
+        raise ConfigError(
+            f"spill_dir: {directory!r}{_origin(directory)} {_reason(directory, error)}"
+        ) from error
+
+
+def _origin(directory: str) -> str:
+    named = os.environ.get("SSDTRAIN_SPILL_DIR", "").split(":")
+    return " (from $SSDTRAIN_SPILL_DIR)" if directory in named else ""
 
 
 def _reason(directory: str, error: OSError) -> str:

@@ -1,11 +1,12 @@
 """Options: what they accept, and errors that name them."""
 
 import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
 
-from ssdtrain import ConfigError, OffloadActivations, OffloadConfig
+from ssdtrain import ConfigError, OffloadActivations, OffloadConfig, SSDTrainError
 from ssdtrain.config import parse_size
 
 SIZES = ("min_tensor_bytes", "max_spill_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes")
@@ -133,12 +134,41 @@ class TestDirectories:
         assert OffloadConfig().directories == (Path("/a"), Path("/b"))
         assert OffloadConfig(spill_dir="/c").directories == (Path("/c"),)
 
+    def test_of_ones_own(self, monkeypatch):
+        monkeypatch.setenv("HOME", "/home/somebody")
+        monkeypatch.setenv("SSDTRAIN_SPILL_DIR", "~/b")
+        assert OffloadConfig(spill_dir="~/a").directories == (Path("/home/somebody/a"),)
+        assert OffloadConfig().directories == (Path("/home/somebody/b"),)
+
     @pytest.mark.parametrize("value", [None, "", ":"])
     def test_by_default(self, monkeypatch, value):
         monkeypatch.delenv("SSDTRAIN_SPILL_DIR", raising=False)
         if value is not None:
             monkeypatch.setenv("SSDTRAIN_SPILL_DIR", value)
         assert OffloadConfig().directories == (Path("/var/tmp"),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "advice"),
+    [
+        ((), {"spil_dir": "/a"}, "spil_dir: no such option, did you mean spill_dir?"),
+        ((), {"colour": "red"}, "colour: no such option; the options are spill_dir, "),
+        ((None, "/a"), {}, "expected an OffloadConfig, got '/a'; options go by name, such as spill_dir="),
+    ],
+)
+def test_what_was_meant(arguments, options, advice):
+    with pytest.raises(ConfigError) as caught:
+        OffloadActivations(*arguments, **options)
+    assert advice in str(caught.value)
+
+
+def test_more_threads_than_the_system_has(tmp_path, monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(SSDTrainError, match=r"io_threads: 2 threads .*can't start new thread.*choose fewer"):
+        OffloadActivations(spill_dir=tmp_path, min_free_bytes=0)
 
 
 def test_a_config_that_cannot_be_opened_leaves_no_thread(tmp_path):

@@ -48,8 +48,16 @@ OPTIONS = {
     "weight decay": (["--train.weight_decay", "-1"], "train.weight_decay: expected 0 or more"),
     "seed": (["--train.seed", "-1"], "train.seed: expected a whole number from 0"),
     "dtype": (["--train.dtype", "float8"], "train.dtype: expected one of float32, bfloat16, got float8"),
-    "negative size": (["--offload.max_spill_bytes", "-1"], "offload.max_spill_bytes: expected bytes"),
-    "absurd size": (["--offload.max_spill_bytes", "9000000TiB"], "offload.max_spill_bytes: expected bytes"),
+    "negative size": (["--offload.max_spill_bytes", "-1"], "offload.max_spill_bytes: expected a size"),
+    "negative size with a unit": (
+        ["--offload.prefetch_bytes=-1MiB"],
+        "offload.prefetch_bytes: expected a size from 0",
+    ),
+    "nothing may be written": (
+        ["--offload.min_free_bytes", "100TiB"],
+        "offload.min_free_bytes: ",
+    ),
+    "absurd size": (["--offload.max_spill_bytes", "9000000TiB"], "offload.max_spill_bytes: expected a size"),
     "threads": (["--offload.io_threads", "0"], "offload.io_threads: expected a whole number from 1"),
     "backend": (["--offload.backend", "tape"], "offload.backend: expected one of"),
     # Overrides of the transformers config
@@ -68,6 +76,7 @@ OPTIONS = {
     # Files
     "no data": (["--data.files", "[]"], "data.files: expected a glob of text files"),
     "empty glob": (["--data.files", "/nowhere/*.txt"], "data.files: no file matches '/nowhere/*.txt'"),
+    "a folder": (["--data.files", "/etc"], "(of a folder: its name and /*.txt, say)"),
     "one empty glob": (
         ["--data.files", "['$PYTHON_STDLIB/a*.py', '/nowhere/*']"],
         "no file matches '/nowhere/*'",

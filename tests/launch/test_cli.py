@@ -98,3 +98,16 @@ def test_spill_directory_in_memory_is_refused_in_one_line(tiny, capsys):
     assert main(["train", str(tiny), "--offload.spill_dir", "/dev/shm"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(r"ssdtrain: error: offload.spill_dir: '/dev/shm' is tmpfs, which is RAM.*SSD", line)
+
+
+def test_a_command_that_does_not_exist_is_named_whatever_follows(tiny, capsys):
+    assert main(["trian", str(tiny)]) == 2
+    assert capsys.readouterr().err == "ssdtrain: error: trian: no such command; the commands are: train\n"
+
+
+def test_our_own_warnings_are_one_line(tiny):
+    """Whatever line of other people's code they point at."""
+    command = [*MODULE, "train", str(tiny), "--offload.max_spill_bytes", "4096"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.startswith("ssdtrain: warning: ssdtrain keeps activations in memory")
+    assert done.stderr.count("\n") == 1

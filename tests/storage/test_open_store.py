@@ -78,6 +78,12 @@ def test_the_environment_names_directories(opened, two, monkeypatch):
     assert opened().members == 2
 
 
+def test_an_error_says_that_the_environment_named_the_directory(opened, monkeypatch):
+    monkeypatch.setenv("SSDTRAIN_SPILL_DIR", "/nowhere/spill")
+    with pytest.raises(ConfigError, match=r"from \$SSDTRAIN_SPILL_DIR\) does not exist"):
+        opened()
+
+
 def test_verify_is_put_around(opened, two):
     pytest.importorskip("xxhash")
     store = opened(spill_dir=two, verify=True)
