@@ -77,6 +77,17 @@ def test_soak_holds_nothing_between_steps_and_grows_nothing(tmp_path, options):
     assert ("--faults" in options) == (document["stats"]["store_failures"] > 0)
 
 
+def test_fuzz_finds_nothing(tmp_path):
+    result = tmp_path / "result.json"
+    some = ["--programs", "20", "--schedules", "10", "--dir", str(tmp_path), "--json", str(result)]
+    done = run("scripts/fuzz", *some)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(result.read_text())
+    assert (counts["programs"], counts["schedules"]) == (20, 10)
+    assert counts["faults_injected"] > 0
+    assert counts["wrong"] == counts["left_behind"] == 0
+
+
 def test_soak_says_what_grew():
     soak = runpy.run_path(str(ROOT / "scripts" / "soak"))
     flat = soak["Usage"](fds=5, threads=3, live_blocks=0, bytes_on_disk=0, spill_file=100, rss=1000)

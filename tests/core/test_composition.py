@@ -168,6 +168,27 @@ class TestCompiler:
         # One unpack for each pack: the hooks ran when the graph did, not when it was traced.
         assert stats.bytes_read <= stats.bytes_written
 
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+    def test_compiled_to_machine_code(self, make_offload):
+        """By inductor; the comparison is with the compiled model too, since compiling changes bits by itself."""
+
+        def run(context):
+            torch.manual_seed(0)
+            model, inputs = mlp(), [leaf(16, 64), leaf(12, 64)]
+            compiled = torch.compile(model, fullgraph=True, dynamic=True)
+            for x in inputs:
+                with context or torch.enable_grad():
+                    loss = compiled(x).square().mean()
+                if context:
+                    context.synchronize()
+                loss.backward()
+            return [loss.detach(), *(one.grad for one in (*inputs, *model.parameters()))]
+
+        offload = make_offload()
+        assert_same_bits(run(offload), run(None))
+        assert offload.stats.bytes_read > 0
+
     # Dynamo warns that it cannot trace the hooks, and runs them eagerly.
     @pytest.mark.filterwarnings("default")
     def test_the_context_inside_a_compiled_function(self, offload):

@@ -9,7 +9,7 @@ import torch
 
 from ssdtrain import ActivationLostError, SSDTrainError, StoreError
 from ssdtrain.storage import HostStore, VerifyingStore
-from ssdtrain.testing import Fault, FaultyStore, GatedStore, WrapperStore
+from ssdtrain.testing import Fault, FaultyStore, GatedStore, InjectedDeathError, WrapperStore
 
 from .helpers import (
     assert_nothing_left,
@@ -265,6 +265,17 @@ class TestDeadWorkers:
 
         with pytest.raises(SSDTrainError, match="a bug in a store"):
             forward()
+
+    @pytest.mark.parametrize("operation", ["allocate", "write"])
+    def test_of_whatever_it_died(self, make_offload, faulty, operation):
+        faulty.faults = (Fault(operation=operation, effect="die"),)
+        offload = make_offload(store=faulty, io_threads=1)
+        with offload:
+            y = leaf(64, 64).exp()
+        with pytest.raises(SSDTrainError, match="I/O thread of ssdtrain died") as caught:
+            offload.synchronize()
+        assert isinstance(caught.value.__cause__, InjectedDeathError)
+        del y
 
     def test_close_ends(self, offload):
         with offload:

@@ -10,7 +10,16 @@ import pytest
 
 from ssdtrain.errors import StoreError
 from ssdtrain.storage import HostStore
-from ssdtrain.testing import Fault, FaultyStore, GatedStore, NullStore, RecordingStore, SlowStore
+from ssdtrain.testing import (
+    Fault,
+    FaultyStore,
+    GatedStore,
+    InjectedDeathError,
+    NullStore,
+    RecordingStore,
+    ReorderingStore,
+    SlowStore,
+)
 from ssdtrain.testing.suite import content, filled, read_back, same, skewed_buffer
 
 MIB = 1 << 20
@@ -53,6 +62,36 @@ class TestSlowStore:
         for thread in threads:
             thread.join(30)
         assert time.monotonic() - began >= 0.1
+
+
+class TestReorderingStore:
+    @pytest.mark.parametrize("kind", ["write", "read"])
+    def test_a_later_operation_ends_first(self, kind):
+        recording = RecordingStore(HostStore())
+        first, second = (stored(recording, filled(MIB, seed=seed)) for seed in (1, 2))
+        begun = threading.Event()
+
+        class Patient(ReorderingStore):
+            """The first to come waits for the second, and the second for nobody."""
+
+            def _let_pass(self):
+                if begun.is_set():
+                    return
+                begun.set()
+                super()._let_pass()
+
+        store = Patient(recording, probability=1.0, patience=30)
+        done = len(recording.operations)
+        waiting = in_thread(getattr(store, kind), first, filled(MIB, seed=3))
+        assert begun.wait(30)
+        getattr(store, kind)(second, filled(MIB, seed=4))
+        waiting.join(30)
+        assert [operation.extent for operation in recording.operations[done:]] == [second, first]
+
+    def test_without_another_it_goes_on(self):
+        store = ReorderingStore(HostStore(), probability=1.0, patience=0.001)
+        source = filled(MIB, seed=1)
+        assert same(read_back(store, stored(store, source), MIB), content(source))
 
 
 class TestGatedStore:
@@ -166,6 +205,20 @@ class TestFaultyStore:
         store = FaultyStore(HostStore(), Fault(operation="write", effect="short"))
         with pytest.raises(StoreError):
             stored(store, filled(1000, seed=12))
+
+    @pytest.mark.parametrize("operation", ["allocate", "write", "read"])
+    def test_a_death_is_no_error_that_anybody_catches(self, operation):
+        store = FaultyStore(HostStore())
+        extent = stored(store, filled(MIB, seed=1))
+        store.faults = (Fault(operation=operation, effect="die"),)
+        calls = {
+            "allocate": lambda: store.allocate(MIB),
+            "write": lambda: store.write(extent, filled(MIB, seed=2)),
+            "read": lambda: store.read(extent, skewed_buffer(MIB)),
+        }
+        with pytest.raises(InjectedDeathError, match=f"{operation} of {MIB} bytes") as caught:
+            calls[operation]()
+        assert not isinstance(caught.value, Exception)
 
     @pytest.mark.parametrize("operation", ["write", "read"])
     def test_a_flip_changes_one_bit_in_silence(self, operation):
