@@ -359,6 +359,7 @@ class Interleavings(RuleBasedStateMachine):
         before = now.count(*unwritten)
         number = min(number, before)
         now.store.release("write", number)
+        now.engine.end_forward()  # wakes whoever is to write
         # Unless every thread is held up in a read.
         assert eventually(
             lambda: (
