@@ -495,7 +495,10 @@ def _bytes_of(blocks):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+# The same examples every time: what fails here, fails again. scripts/fuzz looks for new ones, in programs.
+TestInterleavings.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, derandomize=True, database=None
+)
 TestInterleavings = pytest.mark.filterwarnings("ignore:ssdtrain keeps activations:RuntimeWarning")(
     TestInterleavings
 )
