@@ -165,6 +165,7 @@ class Engine:
         self._report()
         if wake:
             self._workers.wake()
+        block.transfer.passed(block.span.nbytes)
         return handle
 
     def end_forward(self) -> None:
@@ -261,6 +262,7 @@ class Engine:
         del doomed
         if wake:
             self._workers.wake()
+        block.transfer.passed(block.span.nbytes)
         if saved is not None:
             return saved
         assert restored is not None

@@ -19,6 +19,7 @@ from ssdtrain.config import OffloadConfig, in_bytes
 from ssdtrain.device.cpu import CpuTransfer
 from ssdtrain.engine import Engine
 from ssdtrain.errors import SSDTrainError
+from ssdtrain.memory.heap import HeapTrimmer
 from ssdtrain.memory.pool import BufferPool
 from ssdtrain.saved import (
     Geometry,
@@ -151,7 +152,11 @@ class _Session:
         self._closed = False
         self._schedule = Schedule()
         self._transfers: dict[str, Transfer] = {
-            "cpu": CpuTransfer(BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)))
+            "cpu": CpuTransfer(
+                BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)),
+                # What is held in vain is then no more than what waits for the disk.
+                HeapTrimmer(every=in_bytes(config.store_queue_bytes)),
+            )
         }
         self._warned: set[str] = set()
         self._engine = Engine(store, config)

@@ -1,7 +1,7 @@
 """Moving a block's bytes between the memory that autograd uses and buffers that a store takes.
 
 Only this folder knows streams. The rest calls, in this order: `mark` at pack; `outgoing` on an I/O thread;
-`incoming` on whichever thread reads; `deliver` at unpack.
+`incoming` on whichever thread reads; `deliver` at unpack; `passed` after pack and unpack.
 """
 
 from __future__ import annotations
@@ -58,5 +58,12 @@ class Transfer(ABC):
         """Order the current compute after the arrival of restored bytes."""
 
     @abstractmethod
+    def passed(self, nbytes: int) -> None:
+        """Note that a block of so many bytes was packed or unpacked. No lock of the engine is held.
+
+        The place to give freed memory back, where its allocator does not reuse it well.
+        """
+
+    @abstractmethod
     def trim(self) -> None:
-        """Give memory that no block uses back to the system."""
+        """Give restored memory that no block uses back to the system: a backward pass has used its last block."""

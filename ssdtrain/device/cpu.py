@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ssdtrain.memory.heap import HeapTrimmer
     from ssdtrain.memory.pool import BufferPool, Region
     from ssdtrain.saved import Span
 
@@ -24,10 +25,12 @@ class CpuTransfer(Transfer):
 
     Args:
         pool: Where restored blocks live.
+        heap: Where torch's allocator gets the memory of the others.
     """
 
-    def __init__(self, pool: BufferPool) -> None:
+    def __init__(self, pool: BufferPool, heap: HeapTrimmer) -> None:
         self._pool = pool
+        self._heap = heap
 
     def mark(self) -> object:
         """Nothing: a CPU tensor has its value when the operation that made it returns."""
@@ -49,6 +52,10 @@ class CpuTransfer(Transfer):
 
     def deliver(self, restored: Tensor) -> None:
         """Nothing: the read had ended before the tensor was made."""
+
+    def passed(self, nbytes: int) -> None:
+        """Let the heap shrink."""
+        self._heap.passed(nbytes)
 
     def trim(self) -> None:
         """Give the pool's free memory back."""

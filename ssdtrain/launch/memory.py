@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import resource
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["PeakMemory", "map_large_tensors", "resident_bytes", "trim"]
+__all__ = ["PeakMemory", "resident_bytes", "tune_heap"]
 
 # glibc, <malloc.h>. Setting either stops glibc from moving both by itself.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_MAPPED_FROM = 4 << 20
-_HEAP_SPARE = 32 << 20
 
 
-def map_large_tensors() -> None:
-    """Let every large CPU tensor have memory of its own, in huge pages, that the system gets back at once.
+class _Heap(NamedTuple):
+    map_from: int
+    """Larger allocations get memory of their own, which the system has back when they are freed."""
+    keep_at_end: int
+    """Free bytes at the heap's end that are not given back."""
 
-    By default glibc keeps freed tensors of up to 32 MiB for later, and a process whose activations leave during
-    the forward pass stays a quarter larger than what is in use. Mapping each tensor costs page faults, which
-    torch's switch for huge pages makes few. The heap of smaller tensors keeps some free memory, rather than hand
-    it back and fault it in again at every tensor. A process that keeps its activations is faster without all this:
-    its heap is the same in every step.
+
+# Offloading trims the heap by itself, holes included, so nearly everything may live there and be used again. With
+# recomputation nothing does, so what is large is mapped.
+_HEAPS = {
+    "recompute": _Heap(map_from=4 << 20, keep_at_end=32 << 20),
+    "offload": _Heap(map_from=128 << 20, keep_at_end=1 << 30),
+}
+
+
+def tune_heap(mode: str) -> None:
+    """Let the memory of freed activations go back to the system, and fault it in again in huge pages.
+
+    A process that keeps its activations has the same heap in every step, which glibc's defaults suit.
+
+    Args:
+        mode: What becomes of the activations: "keep", "recompute" or "offload".
     """
+    if mode not in _HEAPS:
+        return
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # read by torch when it first allocates
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
-        mallopt(_M_TRIM_THRESHOLD, _HEAP_SPARE)
-
-
-def trim() -> None:
-    """Hand freed memory back to the system, so that what stays resident is in use."""
-    gc.collect()
-    # Only glibc has it; other C libraries give memory back by themselves or not at all.
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
+        mallopt(_M_MMAP_THRESHOLD, _HEAPS[mode].map_from)
+        mallopt(_M_TRIM_THRESHOLD, _HEAPS[mode].keep_at_end)
 
 
 def resident_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import shutil
 import statistics
@@ -15,8 +16,9 @@ from ssdtrain.config import in_bytes
 from ssdtrain.errors import ConfigError
 from ssdtrain.launch.data import batches, load_corpus
 from ssdtrain.launch.errors import RunError
-from ssdtrain.launch.memory import PeakMemory, map_large_tensors, resident_bytes, trim
+from ssdtrain.launch.memory import PeakMemory, resident_bytes, tune_heap
 from ssdtrain.launch.model import build_model, transformers_config
+from ssdtrain.memory.heap import trim_heap
 from ssdtrain.stats import OffloadStats
 
 if TYPE_CHECKING:
@@ -121,8 +123,7 @@ def train(config: LaunchConfig, progress: Progress) -> RunResult:
     """
     import torch
 
-    if config.mode != "keep":
-        map_large_tensors()
+    tune_heap(config.mode)
     corpus = load_corpus(config)
     progress.corpus(corpus)
     with _reproducible(config.train.seed):
@@ -191,7 +192,8 @@ class _Trainer:
             for _ in range(warmup):
                 self._step_into(records, next(data), progress)
             # The optimizer's state exists, gradients are freed: what is resident now is the static part.
-            trim()
+            gc.collect()
+            trim_heap()
             static = resident_bytes()
             peak = PeakMemory()
             for _ in range(warmup, steps):
