@@ -146,6 +146,9 @@ class ReadAhead:
 
     def stop(self) -> None:
         """Read nothing more ahead."""
+        for block in self._to_read:
+            if block.on_disk_only():
+                self.discard(block)
         self._to_read.clear()
         self._limit = 0
 
