@@ -321,9 +321,11 @@ loss = forward(x)
 offload.synchronize()
 child = os.fork()
 if child == 0:
-    before = len(store.operations)
+    before, live = len(store.operations), offload._session._engine._live_blocks
     del loss
     gc.collect()
+    # Nor does it work off the handles that die here: a lock may be one that a thread of the parent had.
+    assert offload._session._engine._live_blocks == live > 0
     with contextlib.suppress(ssdtrain.SSDTrainError):
         offload.stats
     os._exit(0 if len(store.operations) == before else 9)

@@ -110,8 +110,8 @@ class TestBatches:
         small, large = BLOCK // 4, 15 * BLOCK // 8  # elements: one block, and seven and a half
         carry = leaf(1)
         with offload:
-            # Backward asks for the last one first, and reads it. The third, once it was read ahead, leaves room for the
-            # second, which is half a batch, but not for the first as well.
+            # Backward asks for the last one first, and reads it. The third, once it was read ahead, leaves room
+            # for the second, which is half a batch, but not for the first as well.
             for elements, ahead in ((large, 3), (small, 3), (large, 2), (large, 1)):
                 carry = Saves.apply(
                     carry,
