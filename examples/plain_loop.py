@@ -40,7 +40,9 @@ for step in range(options.steps):
 
 stats = offload.stats
 print(
-    f"offloaded {stats.blocks_offloaded} blocks: {stats.bytes_written / 1e6:.1f} MB written, "
+    "offloaded nothing"
+    if options.keep
+    else f"offloaded {stats.blocks_offloaded} blocks: {stats.bytes_written / 1e6:.1f} MB written, "
     f"{stats.bytes_read / 1e6:.1f} MB read back, {stats.stall_seconds:.3f} s waited ({stats.backend})"
 )
 offload.close()
