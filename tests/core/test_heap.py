@@ -17,6 +17,7 @@ HOLES = """
 import ctypes, json, os, sys
 import torch
 import ssdtrain
+from ssdtrain.memory import heap
 
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_trim"):
@@ -28,7 +29,9 @@ torch.set_num_threads(1)
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-offload = ssdtrain.OffloadActivations(spill_dir=sys.argv[1], min_free_bytes=0, store_queue_bytes=int(sys.argv[2]))
+heap._MOST_TIME = 1e9
+offload = ssdtrain.OffloadActivations(spill_dir=sys.argv[1], min_free_bytes=0, store_queue_bytes=1 << 30)
+offload._session._transfers["cpu"]._heap = heap.HeapTrimmer(every=int(sys.argv[2]))
 before = resident()
 x = torch.zeros(1 << 20, requires_grad=True)  # 4 MiB
 pins = []
@@ -43,8 +46,8 @@ print(json.dumps(resident() - before))
 """
 
 
-def growth_over_128_mib(tmp_path, store_queue_bytes):
-    command = [sys.executable, "-c", HOLES, str(tmp_path), str(store_queue_bytes)]
+def growth_over_128_mib(tmp_path, every):
+    command = [sys.executable, "-c", HOLES, str(tmp_path), str(every)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
     growth = json.loads(done.stdout)
     if growth is None:
@@ -77,7 +80,6 @@ def test_holes_go_back_to_the_system(tmp_path):
 
 
 def test_without_a_trim_they_do_not(tmp_path):
-    """A queue of so many bytes is never full, nor is a trim ever due."""
     assert growth_over_128_mib(tmp_path, 1 << 40) > 120 * MIB
 
 
