@@ -298,13 +298,13 @@ class Engine:
             self._counters["blocks_forwarded"] += block.state is State.QUEUED
             self._keep_in_memory(block)
         more = self._ahead.queued_bytes - before
+        if more == 0:
+            return False
+        if self._workers.queued(more):
+            return True
         following = forward_pass.next()
-        return more > 0 and (
-            self._workers.queued(more)
-            # No batch will be full soon.
-            or following is None
-            or self._workers.is_batch(following.span.nbytes)
-        )
+        # Else no batch will be full soon.
+        return following is None or self._workers.is_batch(following.span.nbytes)
 
     def _mark_read(self, handle: Handle) -> None:
         block = handle.block
@@ -475,10 +475,12 @@ class Engine:
 
     def _give_back_freed(self) -> None:
         """Give freed extents and idle memory back. Without the lock: stores and pools have their own."""
-        for extent in _drain(self._freed):
-            self._store.free(extent)
-        for transfer in _drain(self._idle):
-            transfer.trim()
+        if self._freed:
+            for extent in _drain(self._freed):
+                self._store.free(extent)
+        if self._idle:
+            for transfer in _drain(self._idle):
+                transfer.trim()
 
     # Waiting, watching, ending.
 

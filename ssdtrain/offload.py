@@ -151,14 +151,12 @@ class _Session:
         self._pid = os.getpid()
         self._closed = False
         self._schedule = Schedule()
-        self._transfers: dict[str, Transfer] = {
-            "cpu": CpuTransfer(
-                BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)),
-                # What is held in vain is then no more than what waits for the disk.
-                HeapTrimmer(every=in_bytes(config.store_queue_bytes)),
-            )
-        }
-        self._warned: set[str] = set()
+        self._cpu = CpuTransfer(
+            BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)),
+            # What is held in vain is then no more than what waits for the disk.
+            HeapTrimmer(every=in_bytes(config.store_queue_bytes)),
+        )
+        self._transfers: dict[torch.device, Transfer | None] = {}
         self._engine = Engine(store, config)
         self._thread = _Thread()
         self._finalizer = weakref.finalize(self, self._engine.close_from_finalizer)
@@ -210,20 +208,21 @@ class _Session:
             or self._weights.owns(tensor, storage)
         ):
             return None
-        transfer = self._transfers.get(tensor.device.type)
-        if transfer is None and tensor.device.type not in self._warned:
-            self._warned.add(tensor.device.type)
-            warnings.warn(
-                f"ssdtrain keeps activations on {tensor.device.type!r} where they are: it offloads CPU tensors",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return transfer
+        device = tensor.device
+        if device not in self._transfers:
+            self._transfers[device] = self._cpu if device.type == "cpu" else None
+            if device.type != "cpu":
+                warnings.warn(
+                    f"ssdtrain keeps activations on {str(device)!r} where they are: it offloads CPU tensors",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return self._transfers[device]
 
     def _offload(self, tensor: Tensor, root: Tensor, transfer: Transfer) -> Handle:
         geometry = Geometry.of(tensor)
         storage = tensor.untyped_storage()
-        span = Span.of(storage, geometry, root)
+        span = Span.of(tensor, storage, geometry, root)
         thread = self._thread
         if thread.forward_pass is None or thread.forward_pass.begun_backward or thread.forward_pass.worn_out:
             thread.forward_pass = Pass(self._schedule)

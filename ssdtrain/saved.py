@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ssdtrain.errors import ActivationLostError, InplaceModificationError
@@ -101,9 +102,11 @@ class Span(NamedTuple):
     the same bits."""
 
     @classmethod
-    def of(cls, storage: torch.UntypedStorage, geometry: Geometry, root: Tensor) -> Span:
-        """All bytes of the root, or only those of the view where the root is far larger."""
+    def of(cls, tensor: Tensor, storage: torch.UntypedStorage, geometry: Geometry, root: Tensor) -> Span:
+        """All bytes of the tensor's root, or only those of the tensor where the root is far larger."""
         total = storage.nbytes()
+        if tensor.nbytes == total and tensor.is_contiguous():  # most are
+            return cls(0, total, total, storage.data_ptr() % PAGE)
         start, end = geometry.byte_range()
         low, high = (0, total) if root.nbytes == total else Geometry.of(root).byte_range()
         if low <= start and end <= high and end - start > (high - low) * _SLICE_FRACTION:
@@ -135,7 +138,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_meta
         and not tensor._is_zerotensor()
         and not tensor.is_inference()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
         and tensor.numel() > 0
     )
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,10 +22,20 @@ from ssdtrain.errors import ConfigError
 from ssdtrain.storage.base import PAGE
 from ssdtrain.storage.extents import ExtentAllocator
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["BufferPool", "Region"]
 
 # Address space is not memory: an arena may be larger than what is free. Linux's number, where Python has no name.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class _Watch(weakref.ref["ctypes.Array[ctypes.c_char]"]):
+    """Waits for the death of the range at `offset`; only while it lives itself."""
+
+    __slots__ = ("offset",)
+    offset: int
 
 
 class Region:
@@ -38,9 +49,11 @@ class Region:
         self._array = (ctypes.c_char * nbytes).from_buffer(memory, start)
         self.address = ctypes.addressof(self._array)
 
-    def on_death(self, pool: BufferPool, offset: int) -> None:
-        """Tell `pool` when the memory is no longer used. torch holds the array until the last view dies."""
-        weakref.finalize(self._array, pool.give, offset).atexit = False
+    def watch(self, offset: int, on_death: Callable[[_Watch], None]) -> _Watch:
+        """Tell when the memory is no longer used: torch holds the array until the last view dies."""
+        watch = _Watch(self._array, on_death)
+        watch.offset = offset
+        return watch
 
     def tensor(self) -> Tensor:
         """The whole of it, as uint8."""
@@ -65,23 +78,25 @@ class BufferPool:
                 f"prefetch_bytes: {capacity} bytes of address space cannot be reserved for it "
                 f"({error.strerror}); choose a smaller one"
             ) from error
-        self._returned: deque[int] = deque()  # offsets on their way back; a deque needs no lock
-        self._ranges_lock = threading.Lock()  # guards the two below
+        # Ranges on their way back: a storage may die anywhere, inside any lock, and a deque needs none.
+        self._returned: deque[_Watch] = deque()
+        self._ranges_lock = threading.Lock()  # guards all below
         self._in_doubt = (
             False  # an interrupt came in the middle of the arithmetic: the ranges are used no more
         )
         self._ranges = ExtentAllocator(PAGE)
         self._ranges.grow(len(self._memory))
+        self._watches: dict[int, _Watch] = {}  # of the ranges that are taken
 
     def take(self, nbytes: int, skew: int) -> Region:
         """Memory that begins at `skew` modulo the page size."""
         with self._ranges_lock:
             offset = self._take_range(nbytes + skew)
-        if offset is None:
-            return self.reserve(nbytes, skew, huge=True)
-        region = Region(self._memory, offset + skew, nbytes)
-        region.on_death(self, offset)
-        return region
+            if offset is not None:
+                region = Region(self._memory, offset + skew, nbytes)
+                self._watches[offset] = region.watch(offset, self._returned.append)
+                return region
+        return self.reserve(nbytes, skew, huge=True)
 
     @staticmethod
     def reserve(nbytes: int, skew: int, *, huge: bool = False) -> Region:
@@ -93,10 +108,6 @@ class BufferPool:
             huge: In huge pages: not for a small part, which would have whole ones behind it.
         """
         return Region(_map(nbytes + skew, huge=huge), skew, nbytes)
-
-    def give(self, offset: int) -> None:
-        """Take a range back, later: a storage may die anywhere, inside any lock."""
-        self._returned.append(offset)
 
     def trim(self) -> None:
         """Give the memory of all free ranges back to the system."""
@@ -121,7 +132,9 @@ class BufferPool:
 
     def _collect(self) -> None:
         while self._returned:
-            self._ranges.free(self._returned.popleft())
+            offset = self._returned.popleft().offset
+            self._ranges.free(offset)
+            del self._watches[offset]
 
 
 def _map(nbytes: int, *, huge: bool) -> mmap.mmap:
