@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ssdtrain.device.base import Transfer
+    from ssdtrain.device.base import Arrival, Transfer
     from ssdtrain.engine import Engine
     from ssdtrain.saved import Geometry, Span
     from ssdtrain.schedule import Pass
@@ -85,6 +85,7 @@ class Block:
         "__weakref__",
         "_memory",
         "_watched",
+        "arrival",
         "counted",
         "extent",
         "forward_pass",
@@ -138,6 +139,7 @@ class Block:
         # views that are alive at the same time share it.
         self.restored: Tensor | None = None
         self._watched: weakref.ref[Tensor] | None = None
+        self.arrival: Arrival | None = None  # of the bytes that are watched
         # Keys of handles, as sets: taking one out twice, after an interrupt, does no harm.
         self.handles: set[int] = set()
         self.handles_made = 0
@@ -216,13 +218,15 @@ class Block:
         """Whether the bytes are nowhere in memory, nor on their way."""
         return self.state is State.SPILLED or (self.state is State.RESTORED and self.restored_bytes() is None)
 
-    def hold_restored(self, restored: Tensor) -> None:
+    def hold_restored(self, restored: Tensor, arrival: Arrival) -> None:
         """Remember restored memory and keep it alive, until `restored` is set to None.
 
         Args:
             restored: The storage's bytes, uint8. Saved tensors are views of it, so its version tells whether
                 any of them was changed in place.
+            arrival: When they are there.
         """
+        self.arrival = arrival
         self._watched = weakref.ref(restored)
         self.restored = restored
 
@@ -252,10 +256,10 @@ class Handle:
         self.key = key
         self.geometry = geometry
 
-    def view(self, restored: Tensor) -> Tensor:
+    def view(self, restored: Tensor, arrival: Arrival) -> Tensor:
         """The saved tensor again, on its block's restored bytes."""
-        self.block.transfer.deliver(restored)
-        return self.geometry.view(restored)
+        arrival.deliver(restored)
+        return self.geometry.view(restored, self.block.transfer.origin(self.block.span))
 
     def __del__(self) -> None:
         # Dynamo, where it traces the hooks, makes handles without __init__.

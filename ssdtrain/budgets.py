@@ -6,6 +6,7 @@ Both are plain data, guarded by the engine's lock.
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ssdtrain.block import Block, State
@@ -31,11 +32,28 @@ class StoreQueue:
         self._limit = limit
         self._blocks: deque[Block] = deque()
         self._held_bytes = 0  # of blocks that are QUEUED, WRITING or WRITTEN
-        self._writing = 0  # blocks
+        self._writing: dict[Block, None] = {}  # in the order in which they were taken
 
     def has_room(self, block: Block) -> bool:
         """Whether a block may join."""
         return self._held_bytes == 0 or self._held_bytes + block.span.nbytes <= self._limit
+
+    def to_be_computed(self, block: Block) -> Block | None:
+        """The first block that its device has not computed; None if it does not stand in the way of `block`.
+
+        It does where there is no room for `block`, and most of what takes the room is not computed: the device is
+        behind, not the disk.
+        """
+        if self.has_room(block):
+            return None
+        computed_bytes = 0
+        for queued in chain(self._writing, self._blocks):
+            if queued.state not in {State.QUEUED, State.WRITING}:
+                continue  # cancelled
+            if not queued.transfer.reached(queued.mark):
+                return queued if computed_bytes < self._limit // 2 else None
+            computed_bytes += queued.span.nbytes
+        return None
 
     def put(self, block: Block) -> None:
         """Queue a block."""
@@ -46,7 +64,7 @@ class StoreQueue:
     @property
     def idle(self) -> bool:
         """Whether no block is to be written or being written."""
-        return self._writing == 0 and self._first() is None
+        return not self._writing and self._first() is None
 
     def take(self) -> Block | None:
         """The next block, now being written."""
@@ -54,7 +72,7 @@ class StoreQueue:
         if block is not None:
             self._blocks.popleft()
             block.move(State.WRITING)
-            self._writing += 1
+            self._writing[block] = None
         return block
 
     def _first(self) -> Block | None:
@@ -72,12 +90,12 @@ class StoreQueue:
     def written(self, block: Block) -> None:
         """A write has succeeded; the memory is still held."""
         block.move(State.WRITTEN)
-        self._writing -= 1
+        del self._writing[block]
 
     def failed(self, block: Block) -> None:
         """A write has failed."""
         block.move(State.KEPT)
-        self._writing -= 1
+        del self._writing[block]
         self._held_bytes -= block.span.nbytes
 
     def let_go(self, block: Block, to: State) -> None:

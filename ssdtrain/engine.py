@@ -14,6 +14,13 @@ sections below. `release` therefore only appends to a queue, and works the queue
 Extents go back on an I/O thread (`_give_back_freed`), since a store has locks of its own. Memory is dropped after the
 lock is released, for unmapping takes a while: methods that collect it return it, as `doomed`.
 
+[Note: Running ahead of a device]
+The compute thread only queues work for an accelerator, and may have queued a whole forward pass before the device
+has computed the first layer. Then the store queue is full of blocks that do not exist yet, which says nothing of the
+disk. If the next blocks were kept for that, nearly all would be. So the compute thread waits for the device to
+compute the first of them, and only as long as more than half of the queue does not exist: the device always has work
+queued.
+
 [Note: Interrupts]
 Ctrl-C raises KeyboardInterrupt in the main thread, anywhere: in practice where a function begins or a call into C
 returns. Locks are taken with `with` only, what must be undone is undone in `finally`, and numbers that belong
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdtrain.config import OffloadConfig
-    from ssdtrain.device.base import Transfer
+    from ssdtrain.device.base import Arrival, Transfer
     from ssdtrain.saved import Geometry
     from ssdtrain.schedule import Pass
     from ssdtrain.storage.base import Extent, SpillStore
@@ -146,6 +153,8 @@ class Engine:
         Raises:
             StoreError: An earlier write failed, and the config says raise.
         """
+        if not self._queue.has_room(block):
+            self._wait_for_device(block)
         with self._lock:
             doomed = self._reap() + self._settle(block.to_settle)
             self._check_stores()
@@ -167,6 +176,18 @@ class Engine:
             self._workers.wake()
         block.transfer.passed(block.span.nbytes)
         return handle
+
+    def _wait_for_device(self, block: Block) -> None:
+        """See [Note: Running ahead of a device]."""
+        while True:
+            with self._lock:
+                doomed = self._settle(block.to_settle)
+                queued = self._queue.to_be_computed(block)
+            del doomed
+            if queued is None:
+                return
+            self._workers.wake()
+            queued.transfer.wait(queued.mark)
 
     def end_forward(self) -> None:
         """No more blocks are to come for now. See [Note: Waking workers]."""
@@ -266,7 +287,7 @@ class Engine:
         if saved is not None:
             return saved
         assert restored is not None
-        return handle.view(restored)
+        return handle.view(*restored)
 
     def _take_original(self, handle: Handle) -> Tensor:
         """The saved tensor itself, from memory that has not been let go."""
@@ -278,18 +299,19 @@ class Engine:
         self._keep_in_memory(block)
         return tensor
 
-    def _take_restored(self, handle: Handle) -> Tensor | None:
+    def _take_restored(self, handle: Handle) -> tuple[Tensor, Arrival] | None:
         """The block's restored bytes; None where the caller is to read them: then the block is READING."""
         block = handle.block
         refuse_unfilled()
         restored = block.restored_bytes()
-        if restored is not None:
-            self._counters["prefetch_hits"] += block in self._ahead
-            self._mark_read(handle)
-        else:
+        if restored is None:
             self._counters["prefetch_misses"] += 1
             block.begin_reading()
-        return restored
+            return None
+        self._counters["prefetch_hits"] += block in self._ahead
+        self._mark_read(handle)
+        assert block.arrival is not None
+        return restored, block.arrival
 
     def _read_ahead(self, forward_pass: Pass) -> bool:
         """Queue what backward will ask for; returns whether workers are to be woken."""
@@ -320,21 +342,18 @@ class Engine:
         elif block.state is not State.KEPT and block.unread:
             block.wanted = True
 
-    def _read(self, block: Block) -> Tensor:
+    def _read(self, block: Block) -> tuple[Tensor, Arrival]:
         """Fill memory from the store. The block is READING; `_end_read` must follow."""
         assert block.extent is not None
         try:
-            incoming = block.transfer.incoming(block.span)
-            for offset, buffer in incoming.pieces():
-                self._store.read(block.extent, buffer, offset)
-            return incoming.tensor()
+            return block.transfer.read(self._store, block.extent, block.span, block.mark)
         except OSError as error:
             raise ActivationLostError(
                 f"an activation of {block.span.nbytes} bytes cannot be read back "
                 f"({self._store.describe(block.extent)}): {error}"
             ) from error
 
-    def _end_read(self, block: Block, restored: Tensor | None) -> None:
+    def _end_read(self, block: Block, restored: tuple[Tensor, Arrival] | None) -> None:
         """The block is RESTORED or, where the read failed, SPILLED again."""
         with self._lock:
             if restored is None:
@@ -342,7 +361,7 @@ class Engine:
                 self._ahead.discard(block)
             else:
                 block.move(State.RESTORED)
-                block.hold_restored(restored)
+                block.hold_restored(*restored)
                 self._counters["bytes_read"] += block.span.nbytes
             doomed = [] if block.handles else self._free(block)
             self._done.notify_all()
@@ -383,8 +402,7 @@ class Engine:
         try:
             block.check_memory()
             extent = self._store.allocate(block.span.nbytes)
-            for offset, buffer in block.transfer.outgoing(source, block.span, block.mark):
-                self._store.write(extent, buffer, offset)
+            block.transfer.write(self._store, extent, source, block.span, block.mark)
             block.check_memory()
         except (OSError, MemoryError) as failure:
             # A new error: the traceback of the caught one holds this frame, and so the block's memory.

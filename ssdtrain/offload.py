@@ -223,6 +223,7 @@ class _Session:
         geometry = Geometry.of(tensor)
         storage = tensor.untyped_storage()
         span = Span.of(tensor, storage, geometry, root)
+        transfer.hold(tensor)
         thread = self._thread
         if thread.forward_pass is None or thread.forward_pass.begun_backward or thread.forward_pass.worn_out:
             thread.forward_pass = Pass(self._schedule)

@@ -66,20 +66,24 @@ class Geometry(NamedTuple):
             tensor.is_neg(),
         )
 
-    def view(self, storage: Tensor) -> Tensor:
+    def view(self, storage: Tensor, origin: int = 0) -> Tensor:
         """The tensor again.
 
         Args:
             storage: The same storage's bytes, uint8, one dimension. The view shares its version counter.
+            origin: The place in the saved tensor's storage of their first, a multiple of 16 bytes. The view's
+                offset is less by that.
         """
         rest = storage.numel() % self.dtype.itemsize
         elements = (storage[:-rest] if rest else storage).view(self.dtype)
-        tensor = elements.as_strided(self.shape, self.stride, self.offset)
+        offset = self.offset - origin // self.dtype.itemsize
+        tensor = elements.as_strided(self.shape, self.stride, offset)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
             tensor = torch._neg_view(tensor)
-        assert Geometry.of(tensor) == self, "autograd does not check what it gets"
+        expected = self._replace(offset=offset) if origin else self
+        assert Geometry.of(tensor) == expected, "autograd does not check what it gets"
         return tensor
 
     def byte_range(self) -> tuple[int, int]:

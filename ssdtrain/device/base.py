@@ -1,7 +1,7 @@
-"""Moving a block's bytes between the memory that autograd uses and buffers that a store takes.
+"""Moving a block between the memory that autograd uses and a store.
 
-Only this folder knows streams. The rest calls, in this order: `mark` at pack; `outgoing` on an I/O thread;
-`incoming` on whichever thread reads; `deliver` at unpack; `passed` after pack and unpack.
+Only this folder knows streams. The rest calls, in this order: `hold` and `mark` at pack; `write` on an I/O thread;
+`read` on whichever thread reads; `Arrival.deliver` at unpack; `passed` after pack and unpack.
 """
 
 from __future__ import annotations
@@ -10,52 +10,77 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from torch import Tensor
 
     from ssdtrain.saved import Span
-    from ssdtrain.storage.base import HostBuffer
+    from ssdtrain.storage.base import Extent, SpillStore
 
-__all__ = ["Incoming", "Transfer"]
-
-
-class Incoming(ABC):
-    """Memory for a block on its way back."""
-
-    @abstractmethod
-    def pieces(self) -> Iterator[tuple[int, HostBuffer]]:
-        """Buffers to be filled, each with its offset in the block; one is full before the next is asked for."""
-
-    @abstractmethod
-    def tensor(self) -> Tensor:
-        """The restored storage's bytes, uint8, once every piece is full; reused when their last view dies."""
+__all__ = ["Arrival", "Transfer"]
 
 
-class Transfer(ABC):
-    """The way to and from the memory of one kind of device."""
-
-    @abstractmethod
-    def mark(self) -> object:
-        """The point in the current order of compute at which a tensor being packed has its value."""
-
-    @abstractmethod
-    def outgoing(
-        self, storage: torch.UntypedStorage, span: Span, mark: object
-    ) -> Iterator[tuple[int, HostBuffer]]:
-        """Buffers that hold the span's bytes as they are at `mark`, each with its offset in the block.
-
-        A buffer is valid until the next one is asked for. Offsets are multiples of 4096.
-        """
-
-    @abstractmethod
-    def incoming(self, span: Span) -> Incoming:
-        """Memory for a span's bytes, at the same place within a page as the original."""
+class Arrival(ABC):
+    """When restored bytes are there, which may be later than `Transfer.read` returns. Holds no memory."""
 
     @abstractmethod
     def deliver(self, restored: Tensor) -> None:
-        """Order the current compute after the arrival of restored bytes."""
+        """Order what the calling thread computes from now on after it.
+
+        Args:
+            restored: The bytes, from the same `Transfer.read`.
+        """
+
+
+class Transfer(ABC):
+    """The way to and from the memory of one device."""
+
+    @abstractmethod
+    def hold(self, tensor: Tensor) -> None:
+        """Whatever the calling thread computes with a tensor, its memory is not reused before that has ended."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """The point in the calling thread's order of compute at which a tensor being packed has its value."""
+
+    @abstractmethod
+    def reached(self, mark: object) -> bool:
+        """Whether compute has come to a mark."""
+
+    @abstractmethod
+    def wait(self, mark: object) -> None:
+        """Return when compute has come to a mark. No lock of the engine is held."""
+
+    @abstractmethod
+    def write(
+        self, store: SpillStore, extent: Extent, storage: torch.UntypedStorage, span: Span, mark: object
+    ) -> None:
+        """Write the span's bytes, as they are at `mark`. On return nothing reads them any more, also after an error.
+
+        Raises:
+            OSError: They are not all in the store.
+        """
+
+    @abstractmethod
+    def read(self, store: SpillStore, extent: Extent, span: Span, mark: object) -> tuple[Tensor, Arrival]:
+        """Restore a span's bytes, in memory that is reused when their last view dies.
+
+        Args:
+            store: Where they are.
+            extent: What `write` wrote.
+            span: What it was.
+            mark: What it was written at: the memory is most likely to be used where that was made.
+
+        Returns:
+            The storage's bytes from `origin` on, uint8, and when they are there.
+
+        Raises:
+            OSError: They cannot be read.
+            MemoryError: There is no memory for them.
+        """
+
+    @abstractmethod
+    def origin(self, span: Span) -> int:
+        """The place in the saved tensor's storage, in bytes, of the first byte that `read` returns."""
 
     @abstractmethod
     def passed(self, nbytes: int) -> None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ssdtrain.device.base import Incoming, Transfer
+from ssdtrain.device.base import Arrival, Transfer
 from ssdtrain.storage.base import PAGE, HostBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from torch import Tensor
 
     from ssdtrain.memory.heap import HeapTrimmer
     from ssdtrain.memory.pool import BufferPool, Region
     from ssdtrain.saved import Span
+    from ssdtrain.storage.base import Extent, SpillStore
 
 __all__ = ["CpuTransfer"]
+
+
+class _Arrived(Arrival):
+    def deliver(self, restored: Tensor) -> None:
+        """Nothing: the read had ended before the tensor was made."""
+
+
+_ARRIVED = _Arrived()
 
 
 class CpuTransfer(Transfer):
@@ -32,26 +39,43 @@ class CpuTransfer(Transfer):
         self._pool = pool
         self._heap = heap
 
+    def hold(self, tensor: Tensor) -> None:
+        """Nothing: operations on CPU tensors have ended when they return."""
+
     def mark(self) -> object:
-        """Nothing: a CPU tensor has its value when the operation that made it returns."""
+        """Nothing, likewise."""
         return None
 
-    def outgoing(
-        self, storage: torch.UntypedStorage, span: Span, mark: object
-    ) -> Iterator[tuple[int, HostBuffer]]:
-        """The span itself, in place."""
-        assert mark is None
-        yield 0, HostBuffer(storage.data_ptr() + span.start, span.nbytes, storage)
+    def reached(self, mark: object) -> bool:  # noqa: ARG002
+        """Always."""
+        return True
 
-    def incoming(self, span: Span) -> Incoming:
+    def wait(self, mark: object) -> None:
+        """Nothing."""
+
+    def write(
+        self, store: SpillStore, extent: Extent, storage: torch.UntypedStorage, span: Span, mark: object
+    ) -> None:
+        """Write the span, in place."""
+        assert mark is None
+        store.write(extent, HostBuffer(storage.data_ptr() + span.start, span.nbytes, storage))
+
+    def read(self, store: SpillStore, extent: Extent, span: Span, mark: object) -> tuple[Tensor, Arrival]:  # noqa: ARG002
+        """Read into memory that begins at the same place within a page as the original did."""
+        region = self._region_for(span)
+        store.read(extent, HostBuffer(region.address + span.start, span.nbytes, region))
+        return region.tensor(), _ARRIVED
+
+    def _region_for(self, span: Span) -> Region:
         """A region of the pool for a whole storage, and for a slice fresh memory of which only the slice is real."""
         base_skew = (span.skew - span.start) % PAGE
         if span.nbytes == span.storage_nbytes:
-            return _IncomingRegion(self._pool.take(span.storage_nbytes, base_skew), span)
-        return _IncomingRegion(self._pool.reserve(span.storage_nbytes, base_skew), span)
+            return self._pool.take(span.storage_nbytes, base_skew)
+        return self._pool.reserve(span.storage_nbytes, base_skew)
 
-    def deliver(self, restored: Tensor) -> None:
-        """Nothing: the read had ended before the tensor was made."""
+    def origin(self, span: Span) -> int:  # noqa: ARG002
+        """The storage's beginning."""
+        return 0
 
     def passed(self, nbytes: int) -> None:
         """Let the heap shrink."""
@@ -60,15 +84,3 @@ class CpuTransfer(Transfer):
     def trim(self) -> None:
         """Give the pool's free memory back."""
         self._pool.trim()
-
-
-class _IncomingRegion(Incoming):
-    def __init__(self, region: Region, span: Span) -> None:
-        self._region = region
-        self._span = span
-
-    def pieces(self) -> Iterator[tuple[int, HostBuffer]]:
-        yield 0, HostBuffer(self._region.address + self._span.start, self._span.nbytes, self._region)
-
-    def tensor(self) -> Tensor:
-        return self._region.tensor()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ssdtrain.config import in_bytes
 from ssdtrain.errors import ConfigError, SSDTrainError
-from ssdtrain.storage.base import PAGE, Edges, Extent, HostBuffer, SpillStore
+from ssdtrain.storage.base import PAGE, DeviceBuffer, DeviceStore, Edges, Extent, HostBuffer, SpillStore
 from ssdtrain.storage.direct import DirectStore
 from ssdtrain.storage.host import HostStore
 from ssdtrain.storage.stripe import StripeStore
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PAGE",
+    "DeviceBuffer",
+    "DeviceStore",
     "DirectStore",
     "Edges",
     "Extent",

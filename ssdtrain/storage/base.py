@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["PAGE", "Edges", "Extent", "HostBuffer", "SpillStore"]
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+__all__ = ["PAGE", "DeviceBuffer", "DeviceStore", "Edges", "Extent", "HostBuffer", "SpillStore"]
 
 # The unit of every layout, not the machine's page size: a multiple of what direct I/O asks of memory and
 # offset on any disk in use (512 or 4096), and the boundary at which a buffer is cut to be written in place.
@@ -45,6 +49,17 @@ class HostBuffer:
         return view
 
 
+class DeviceBuffer(NamedTuple):
+    """A range of an accelerator's memory."""
+
+    address: int
+    nbytes: int
+    device: int
+    """The accelerator's index."""
+    owner: object
+    """Whatever must live for the memory to stay valid."""
+
+
 class Edges(NamedTuple):
     """One write: how long it was, and its bytes before the first and after the last page boundary.
 
@@ -76,6 +91,21 @@ class Extent:
     member: int = 0
     edges: dict[int, Edges] = field(default_factory=dict)
     checksums: dict[int, int] = field(default_factory=dict)
+
+
+class DeviceStore(ABC):
+    """The part of a store that needs no host memory between a device and the disk.
+
+    What was written here can be read through host buffers, and the other way round.
+    """
+
+    @abstractmethod
+    def write_device(self, extent: Extent, buffer: DeviceBuffer, offset: int = 0) -> None:
+        """`SpillStore.write` from device memory. Whatever computes the bytes has ended."""
+
+    @abstractmethod
+    def read_device(self, extent: Extent, buffer: DeviceBuffer, offset: int = 0) -> None:
+        """`SpillStore.read` into device memory. Whatever used it before has ended."""
 
 
 class SpillStore(ABC):
@@ -142,6 +172,27 @@ class SpillStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give all room back. Idempotent. Every later call but `free` and `close` raises `StoreError`."""
+
+    def device_store(self, extent: Extent) -> DeviceStore | None:  # noqa: ARG002 - most have none
+        """What moves the extent's bytes between device memory and the disk; None: host buffers do."""
+        return None
+
+    def borrow(
+        self,
+        extent: Extent,  # noqa: ARG002 - most have none
+        *,
+        write: bool,  # noqa: ARG002
+    ) -> AbstractContextManager[HostBuffer | None]:
+        """The memory that the extent itself is, where it is host memory, to be copied into or from instead of a
+        `write` or a `read` of the whole extent; None where it is not, or not any more.
+
+        It stays so until the context ends, which all copies must have done by then.
+
+        Args:
+            extent: From `allocate`.
+            write: Whether it is to be filled. If the context ends without an error, it was.
+        """
+        return nullcontext()
 
     def describe(self, extent: Extent) -> str:
         """File, offset and length of an extent, for an error's text."""
