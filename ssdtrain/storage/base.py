@@ -183,10 +183,10 @@ class SpillStore(ABC):
         *,
         write: bool,  # noqa: ARG002
     ) -> AbstractContextManager[HostBuffer | None]:
-        """The memory that the extent itself is, where it is host memory, to be copied into or from instead of a
-        `write` or a `read` of the whole extent; None where it is not, or not any more.
+        """The host memory that the extent itself is; None where it is not in host memory, or not any more.
 
-        It stays so until the context ends, which all copies must have done by then.
+        To be copied into or from, instead of a `write` or a `read` of the whole extent. It stays valid until the
+        context ends, which all copies must have done by then.
 
         Args:
             extent: From `allocate`.
