@@ -1,10 +1,15 @@
-"""What the storage tests share: real small file systems."""
+"""What the storage tests share: real small file systems, and a driver for machines without a GPU."""
 
+import ctypes
 import os
 import shutil
 import subprocess
 
 import pytest
+
+from ssdtrain.storage import gds
+
+from .stand_in import DEVICES, StandIn, build
 
 MIB = 1 << 20
 
@@ -42,3 +47,45 @@ def small_ext4(mounted, tmp_path):
         file.truncate(24 * MIB)
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True, capture_output=True)
     return mounted("ext4", "-o", "loop", source=image)
+
+
+@pytest.fixture(scope="session")
+def stand_in(tmp_path_factory):
+    """The driver that the real kvikio runs on here."""
+    kvikio = pytest.importorskip("kvikio", reason="pip install --no-deps -r tests/kvikio.txt")
+    import kvikio.defaults
+    import torch
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("this machine has a CUDA driver, whose place the stand-in would take")
+    # CUDA's runtime looks for a driver once: now, and not when it would find the stand-in.
+    torch.cuda.is_available()
+    library = build(tmp_path_factory.mktemp("stand-in"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAND_IN_DEVICES", str(DEVICES))
+        loaded = StandIn(library)
+    with kvikio.defaults.set("compat_mode", kvikio.CompatMode.ON):
+        yield loaded
+
+
+@pytest.fixture
+def on_stand_in(stand_in, monkeypatch):
+    """Child processes run on the stand-in too."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stand_in.directory))
+    monkeypatch.setenv("STAND_IN_DEVICES", str(DEVICES))
+    return stand_in
+
+
+@pytest.fixture
+def gds_store(stand_in, tmp_path, monkeypatch):
+    """A store that moves device memory, opened without its trial in a child process, which takes half a second."""
+    monkeypatch.setattr(gds, "_probe", lambda _file, _device, *, compat: "gds-compat")
+    store = gds.GdsStore(tmp_path)
+    store.open_device(0)
+    yield store
+    stand_in.fail_no_more()
+    store.close()
