@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from ssdtrain.errors import StoreError
-from ssdtrain.storage.base import DeviceBuffer, Extent, SpillStore
 from ssdtrain.testing.suite import MIB, SIZES, SKEWS, content, filled, read_back, same
 
 if TYPE_CHECKING:
-    from ssdtrain.storage.base import DeviceStore
+    from ssdtrain.storage.base import DeviceBuffer, DeviceStore, Extent, SpillStore
 
 __all__ = ["DeviceMemory", "DeviceStoreSuite", "MemoryMaker"]
 

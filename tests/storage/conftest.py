@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 from ssdtrain.storage import gds
 
@@ -53,8 +54,7 @@ def small_ext4(mounted, tmp_path):
 def stand_in(tmp_path_factory):
     """The driver that the real kvikio runs on here."""
     kvikio = pytest.importorskip("kvikio", reason="pip install --no-deps -r tests/kvikio.txt")
-    import kvikio.defaults
-    import torch
+    pytest.importorskip("kvikio.defaults")
 
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -81,9 +81,14 @@ def on_stand_in(stand_in, monkeypatch):
 
 
 @pytest.fixture
-def gds_store(stand_in, tmp_path, monkeypatch):
-    """A store that moves device memory, opened without its trial in a child process, which takes half a second."""
-    monkeypatch.setattr(gds, "_probe", lambda _file, _device, *, compat: "gds-compat")
+def untried(monkeypatch):
+    """Stores open without their trial in a child process, which takes half a second."""
+    monkeypatch.setattr(gds, "_probe", lambda _file, _device, *, compat: "gds-compat" if compat else "gds")
+
+
+@pytest.fixture
+def gds_store(stand_in, untried, tmp_path):
+    """A store that moves device memory."""
     store = gds.GdsStore(tmp_path)
     store.open_device(0)
     yield store
