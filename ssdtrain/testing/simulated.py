@@ -33,9 +33,10 @@ from ssdtrain.testing.wrapper import WrapperStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from ssdtrain.device.base import Transfer
-    from ssdtrain.storage.base import Extent, HostBuffer, SpillStore
+    from ssdtrain.storage.base import DeviceStore, Extent, HostBuffer, SpillStore
 
 __all__ = ["HostAccessStore", "OrderError", "SimulatedDevice", "SimulatedTransfers"]
 
@@ -178,6 +179,7 @@ class SimulatedDevice(Streams):
         assert to.nbytes == source.nbytes
         addresses = to.data_ptr(), source.data_ptr(), source.nbytes
         held = [tensor for tensor in (to, source) if not self._owns(tensor)]
+        to[:0].zero_()  # counts as a change in place, as any copy does
 
         def run() -> None:
             ctypes.memmove(*addresses)
@@ -248,7 +250,7 @@ class SimulatedDevice(Streams):
     def like(self, tensor: Tensor) -> Tensor:
         """Fresh memory for a tensor of the same shape and dtype, on the current stream."""
         memory = self.empty(tensor.nbytes, self.current()).untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype).set_(memory, 0, tensor.shape)
+        return torch.empty(0, dtype=tensor.dtype).set_(memory, 0, tensor.shape, tensor.stride())
 
     def host_access(self, buffer: HostBuffer, *, writes: bool) -> None:
         """The host reads or writes memory that the device copies from or into."""
@@ -361,6 +363,8 @@ def _range_of(tensor: Tensor) -> _Range:
 class HostAccessStore(WrapperStore):
     """Tells a device what the host does with buffers: a store reads what it writes, and writes what it reads.
 
+    What moves bytes without the host is the inner store's.
+
     Args:
         inner: The store that keeps the bytes.
         device: To be told.
@@ -381,6 +385,14 @@ class HostAccessStore(WrapperStore):
         self._device.host_access(buffer, writes=True)
         super().read(extent, buffer, offset)
         self._device.host_access(buffer, writes=True)
+
+    def device_store(self, extent: Extent) -> DeviceStore | None:
+        """As the inner store."""
+        return self.inner.device_store(extent)
+
+    def borrow(self, extent: Extent, *, write: bool) -> AbstractContextManager[HostBuffer | None]:
+        """As the inner store."""
+        return self.inner.borrow(extent, write=write)
 
 
 class SimulatedTransfers(Transfers):

@@ -9,7 +9,7 @@ import torch
 
 from ssdtrain.errors import ActivationLostError, StoreError
 from ssdtrain.memory.staging import StagingRing, host_tensor
-from ssdtrain.storage import DeviceStore, DirectStore, HostBuffer, HostStore
+from ssdtrain.storage import PAGE, DeviceStore, DirectStore, HostBuffer, HostStore
 from ssdtrain.storage.bounce import page_aligned
 from ssdtrain.testing import Fault, FaultyStore, GatedStore, OffloadOver, SimulatedDevice, WrapperStore
 from tests.device.kernels import chain, expected, gradient, offloader, on_device, sin
@@ -56,9 +56,11 @@ class DiskOfDevice(WrapperStore, DeviceStore):
     def _move(self, extent, buffer, offset, move, *, writes):
         if self.refuse:
             raise StoreError(errno.EIO, "refused", "here")
-        memory = HostBuffer(buffer.address, buffer.nbytes, buffer.owner)
-        self._device.host_access(memory, writes=writes)
-        move(extent, memory, offset)
+        self._device.host_access(HostBuffer(*buffer[:2], buffer.owner), writes=writes)
+        # In pieces that can be read through staging buffers, too.
+        for begin in range(0, buffer.nbytes, PAGE):
+            nbytes = min(PAGE, buffer.nbytes - begin)
+            move(extent, HostBuffer(buffer.address + begin, nbytes, buffer.owner), offset + begin)
 
 
 @pytest.fixture(params=["direct", "host", "borrowed", "device"])
@@ -100,7 +102,7 @@ class TestGradients:
             del leaf, y
         if settle:
             assert offload.stats.blocks_offloaded == 24
-            assert offload.stats.prefetch_hits >= 14
+            assert offload.stats.prefetch_hits > 0
         offload.close()
 
     @pytest.mark.parametrize("late", LATE, ids="+".join)
@@ -164,8 +166,11 @@ class TestStreamsOfTheUser:
             device.wait(side, device.record(device.current()))
             with device.on(side):
                 y = sin(middle, device)
-        del middle
+                other = device.like(x)
         offload.synchronize()
+        with device.on(side):
+            device.launch("a use after the copy out", torch.cos, [middle], other)
+        del middle
         later = start_later_work(device, x)
         device.wait(device.current(), device.record(side))
         assert torch.equal(gradient(device, leaf, y), expected(x, layers=2))
@@ -211,14 +216,20 @@ class TestGraphsThatAreDropped:
 class TestRunningAhead:
     """The device has computed nothing yet, and the store queue is full."""
 
-    def test_the_host_waits_for_the_device_and_keeps_nothing(self, tmp_path, x):
+    def test_the_host_waits_until_half_of_the_queue_is_computed(self, tmp_path, x):
         device = SimulatedDevice(STREAMS)
-        offload = offloader(device, DirectStore(tmp_path), store_queue_bytes=4 * x.nbytes)
-        leaf, y = chain(device, x, layers=40, offload=offload)
-        offload.synchronize()
-        # A disk that is behind is another matter: it has half the queue to be behind with.
-        assert offload.stats.blocks_kept < 40
-        assert torch.equal(gradient(device, leaf, y), expected(x, layers=40))
+        store = GatedStore(DirectStore(tmp_path), hold=("write",))
+        offload = offloader(device, store, store_queue_bytes=8 * x.nbytes, io_threads=1)
+        events = []
+        leaf = y = on_device(x, device).requires_grad_()
+        with offload:
+            for _ in range(10):
+                y = sin(y, device)
+                events.append(device.record(device.current()))
+        reached = [device.reached(event) for event in events]
+        store.open("write")
+        assert reached == [True] * 4 + [False] * 6
+        assert torch.equal(gradient(device, leaf, y), expected(x, layers=10))
         offload.close()
 
     def test_a_disk_that_is_behind_still_has_blocks_kept(self, tmp_path, x):

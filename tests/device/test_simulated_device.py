@@ -125,7 +125,7 @@ class TestMemory:
         device.wait(side, device.record(device.current()))
         device.copy(torch.empty(1000), tensor, side)
         del tensor
-        with pytest.raises(OrderError, match="fresh bytes on compute.*not ordered after 'copy on side 1'"):
+        with pytest.raises(OrderError, match=r"fresh bytes on compute.*not ordered after 'copy on side 1'"):
             device.like(x)
 
     def test_a_device_can_be_full(self, x):
