@@ -81,6 +81,32 @@ def x():
     return torch.randn(70, 131)
 
 
+class GivesBackWhatItSaved(torch.autograd.Function):
+    """Its gradient is a view of the restored tensor, which so outlives its node."""
+
+    @staticmethod
+    def forward(ctx, x, device):
+        ctx.save_for_backward(x)
+        y = device.like(x)
+        device.launch("copy", torch.clone, [x], y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return x[:], None
+
+
+class Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:]
+
+
 def start_later_work(device, x):
     """Something for the current stream that overwrites whatever memory is free."""
     return [on_device(x, device) for _ in range(4)]
@@ -191,6 +217,25 @@ class TestStreamsOfTheUser:
         later = start_later_work(device, x)
         device.synchronize(device.record(side))
         assert torch.equal(result, expected(x))
+        del later
+        offload.close()
+
+
+class TestRestoredMemory:
+    """As in meta-pytorch/torchtune#1867."""
+
+    def test_a_view_of_it_outlives_the_node_that_asked_for_it(self, any_store, x):
+        device = SimulatedDevice(STREAMS)
+        offload = offloader(device, any_store(device))
+        leaf = on_device(x, device).requires_grad_()
+        with offload:
+            y = GivesBackWhatItSaved.apply(Passes.apply(leaf), device)
+        offload.synchronize()
+        (result,) = torch.autograd.grad(y, leaf, on_device(x, device))
+        del y
+        later = start_later_work(device, x + 1)
+        device.finish()
+        assert torch.equal(result, x)
         del later
         offload.close()
 
