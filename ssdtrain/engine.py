@@ -41,6 +41,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import OutOfMemoryError
+
 from ssdtrain.block import Block, Handle, State
 from ssdtrain.budgets import ReadAhead, StoreQueue
 from ssdtrain.config import in_bytes
@@ -389,7 +391,7 @@ class Engine:
         restored = None
         try:
             restored = self._read(block)
-        except (ActivationLostError, MemoryError):
+        except (ActivationLostError, MemoryError, OutOfMemoryError):
             # Backward reads again on its own thread, and raises what it meets.
             return
         finally:

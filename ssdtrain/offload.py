@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Self
@@ -16,11 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.block import Block, Handle
 from ssdtrain.config import OffloadConfig, in_bytes
-from ssdtrain.device.cpu import CpuTransfer
+from ssdtrain.device.transfers import Transfers
 from ssdtrain.engine import Engine
 from ssdtrain.errors import SSDTrainError
-from ssdtrain.memory.heap import HeapTrimmer
-from ssdtrain.memory.pool import BufferPool
 from ssdtrain.saved import (
     Geometry,
     ModelStorages,
@@ -68,11 +65,21 @@ class OffloadActivations(saved_tensors_hooks):
         self, model: nn.Module | None = None, config: OffloadConfig | None = None, **options: Any
     ) -> None:
         checked = OffloadConfig.of(config, options)
-        self._session = session = _Session(model, checked, self._open_store(checked))
+        store = self._open_store(checked)
+        try:
+            transfers = self._open_transfers(checked, store)
+        except BaseException:
+            store.close()
+            raise
+        self._session = session = _Session(model, checked, store, transfers)
         super().__init__(session.pack, session.unpack)
 
     def _open_store(self, config: OffloadConfig) -> SpillStore:
         return open_store(config)
+
+    def _open_transfers(self, config: OffloadConfig, store: SpillStore) -> Transfers:
+        # The compute thread reads as well.
+        return Transfers(config, threads=config.io_threads * store.members + 1)
 
     def __enter__(self) -> Self:  # type: ignore[override]  # the base class returns nothing
         """Begin a forward pass.
@@ -110,10 +117,6 @@ class OffloadActivations(saved_tensors_hooks):
         self._session.close()
 
 
-# Address space of the arena for restored memory, in prefetch windows: what is read ahead, what backward works on, and
-# as much again for the gaps between ranges of different sizes. What does not fit has mappings of its own.
-_ARENA_WINDOWS = 4
-
 # What torch answers when no backward pass is running.
 _NO_TASK = -1
 
@@ -143,7 +146,9 @@ class _Session:
     end at once when they are no longer used.
     """
 
-    def __init__(self, model: nn.Module | None, config: OffloadConfig, store: SpillStore) -> None:
+    def __init__(
+        self, model: nn.Module | None, config: OffloadConfig, store: SpillStore, transfers: Transfers
+    ) -> None:
         self._min_bytes = max(
             in_bytes(config.min_tensor_bytes), 1
         )  # an emptied storage has nothing to offload
@@ -151,12 +156,7 @@ class _Session:
         self._pid = os.getpid()
         self._closed = False
         self._schedule = Schedule()
-        self._cpu = CpuTransfer(
-            BufferPool(_ARENA_WINDOWS * in_bytes(config.prefetch_bytes)),
-            # What is held in vain is then no more than what waits for the disk.
-            HeapTrimmer(every=in_bytes(config.store_queue_bytes)),
-        )
-        self._transfers: dict[torch.device, Transfer | None] = {}
+        self._transfers = transfers
         self._engine = Engine(store, config)
         self._thread = _Thread()
         self._finalizer = weakref.finalize(self, self._engine.close_from_finalizer)
@@ -208,16 +208,7 @@ class _Session:
             or self._weights.owns(tensor, storage)
         ):
             return None
-        device = tensor.device
-        if device not in self._transfers:
-            self._transfers[device] = self._cpu if device.type == "cpu" else None
-            if device.type != "cpu":
-                warnings.warn(
-                    f"ssdtrain keeps activations on {str(device)!r} where they are: it offloads CPU tensors",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        return self._transfers[device]
+        return self._transfers.of(tensor.device)
 
     def _offload(self, tensor: Tensor, root: Tensor, transfer: Transfer) -> Handle:
         geometry = Geometry.of(tensor)

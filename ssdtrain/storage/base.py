@@ -96,7 +96,7 @@ class Extent:
 class DeviceStore(ABC):
     """The part of a store that needs no host memory between a device and the disk.
 
-    What was written here can be read through host buffers, and the other way round.
+    What was written here can be read through host buffers, in pieces of any length, and the other way round.
     """
 
     @abstractmethod

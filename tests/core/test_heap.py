@@ -31,7 +31,7 @@ def resident():
 
 heap._MOST_TIME = 1e9
 offload = ssdtrain.OffloadActivations(spill_dir=sys.argv[1], min_free_bytes=0, store_queue_bytes=1 << 30)
-offload._session._cpu._heap = heap.HeapTrimmer(every=int(sys.argv[2]))
+offload._session._transfers._cpu._heap = heap.HeapTrimmer(every=int(sys.argv[2]))
 before = resident()
 x = torch.zeros(1 << 20, requires_grad=True)  # 4 MiB
 pins = []
