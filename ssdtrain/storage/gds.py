@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdtrain.errors import ConfigError, StoreError
 from ssdtrain.storage import kvikio_setup
-from ssdtrain.storage.base import DeviceBuffer, DeviceStore, Edges, Extent
+from ssdtrain.storage.base import DeviceBuffer, DeviceStore, Edges, Extent, HostBuffer
 from ssdtrain.storage.direct import DirectStore
 from ssdtrain.storage.kvikio_setup import GdsRefusedError, one_line
 
@@ -65,27 +65,34 @@ class GdsStore(DirectStore, DeviceStore):
         self._usable = False
         self._device_closing = False
 
-    def open_device(self, device: int) -> None:
+    def open_device(self, device: int, *, compat: bool) -> None:
         """Prove that device memory can be written and read back, and use it from now on. Before the first extent.
 
         The proof is made in a child process, since a broken installation can hang or crash, on this store's own file.
 
         Args:
             device: The accelerator's index, for the proof.
+            compat: Whether copying through host memory will do. It saves nothing over what is done without kvikio.
 
         Raises:
             GdsRefusedError: It cannot; the store is what it was.
         """
         kvikio = kvikio_setup.load()
         modes = kvikio.CompatMode
-        compat = kvikio.defaults.get("compat_mode") == modes.ON
-        mode = _probe(self._file, device, compat=compat)
+        told = kvikio.defaults.get("compat_mode") == modes.ON
+        if told and not compat:
+            raise GdsRefusedError("kvikio is told to copy through host memory (KVIKIO_COMPAT_MODE)")
+        mode = _probe(self._file, device, compat=told)
+        if mode != "gds" and not compat:
+            raise GdsRefusedError(
+                "cuFile would copy through host memory, since the kernel module nvidia-fs is not there"
+            )
         kvikio_setup.settings.enter(kvikio)
         try:
             # With OFF, where cuFile does not take this file, opening it is an error and not a slower way in silence.
             with (
                 self._file.path("cannot open the spill file for kvikio") as (path, _),
-                kvikio_setup.compat_mode(kvikio, modes.ON if compat else modes.OFF),
+                kvikio_setup.compat_mode(kvikio, modes.ON if told else modes.OFF),
             ):
                 # Neither truncating nor creating.
                 self._device_file = kvikio.CuFile(path, "r+")
@@ -120,7 +127,7 @@ class GdsStore(DirectStore, DeviceStore):
         # As in `DirectStore.write`.
         extent.edges.pop(offset, None)
         self._move("write", buffer, extent.offset + offset)
-        extent.edges[offset] = Edges(buffer.nbytes)
+        extent.edges[offset] = _FromDevice(buffer.nbytes)
 
     def read_device(self, extent: Extent, buffer: DeviceBuffer, offset: int = 0) -> None:
         """Fill the buffer where it is."""
@@ -140,6 +147,14 @@ class GdsStore(DirectStore, DeviceStore):
         if last:
             self._close_device()
         super().close()
+
+    def _written(self, extent: Extent, buffer: HostBuffer | DeviceBuffer, offset: int) -> Edges:
+        """Also a part of what was written from device memory, which staging buffers ask for."""
+        for start, edges in extent.edges.items():
+            end = start + edges.nbytes
+            if isinstance(edges, _FromDevice) and start <= offset and offset + buffer.nbytes <= end:
+                return Edges(buffer.nbytes)
+        return super()._written(extent, buffer, offset)
 
     def _move(self, verb: str, buffer: DeviceBuffer, position: int) -> None:
         doing = f"cannot {verb} {buffer.nbytes} bytes at offset {position} of the spill file with kvikio"
@@ -210,7 +225,7 @@ def open_gds_store(directory: str | os.PathLike[str], *, required: bool, **limit
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
     store = GdsStore(directory, **limits)
     try:
-        store.open_device(device)
+        store.open_device(device, compat=required)
     except GdsRefusedError as refusal:
         if required:
             store.close()
@@ -237,6 +252,10 @@ def gds_extra() -> str:
 def _fallback(directory: str, reason: str, backend: str) -> str:
     """The line that says why device memory goes through host memory."""
     return f"ssdtrain does without GPUDirect Storage in {directory!r} ({backend} instead): {reason}"
+
+
+class _FromDevice(Edges):
+    """A write from device memory. Each byte lies at its place in the file."""
 
 
 class _CudaBytes:

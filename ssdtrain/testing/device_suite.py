@@ -223,12 +223,26 @@ class DeviceStoreSuite(ABC):
         with pytest.raises(StoreError):
             device_store(store, extent).read_device(extent, memory(MIB).buffer)
 
-    def test_a_read_of_another_length_is_refused(self, store: SpillStore, memory: MemoryMaker) -> None:
-        """A piece is read as it was written, or not at all."""
-        extent = self.write(store, self.random_bytes(100_000, seed=8), memory)
-        for length in (99_999, 100_001, 50_000):
+    def test_a_read_beyond_what_was_written_is_refused(self, store: SpillStore, memory: MemoryMaker) -> None:
+        """By the device and by the host, from its beginning and behind its end."""
+        extent = store.allocate(200_000)
+        source = memory(100_000)
+        device_store(store, extent).write_device(extent, source.buffer)
+        for length, offset in ((100_001, 0), (150_000, 0), (4096, 25 * 4096)):
             with pytest.raises(StoreError):
-                device_store(store, extent).read_device(extent, memory(length).buffer)
+                device_store(store, extent).read_device(extent, memory(length).buffer, offset)
+            with pytest.raises(StoreError):
+                read_back(store, extent, length, offset=offset)
+
+    @pytest.mark.parametrize("length", [4096, 12288, MIB])
+    def test_the_host_can_read_any_piece_of_what_a_device_wrote(
+        self, store: SpillStore, memory: MemoryMaker, length: int
+    ) -> None:
+        """So that a device store that fails can be done without."""
+        data = self.random_bytes(3 * MIB + 4321, seed=9)
+        extent = self.write(store, data, memory)
+        pieces = [(at, min(length, len(data) - at)) for at in range(0, len(data), length)]
+        assert same(b"".join(read_back(store, extent, count, offset=at) for at, count in pieces), data)
 
     def test_threads_do_not_disturb_each_other(self, store: SpillStore, memory: MemoryMaker) -> None:
         """Many blocks at once, each thread with its own, by the device and by the host."""

@@ -90,7 +90,7 @@ def untried(monkeypatch):
 def gds_store(stand_in, untried, tmp_path):
     """A store that moves device memory."""
     store = gds.GdsStore(tmp_path)
-    store.open_device(0)
+    store.open_device(0, compat=True)
     yield store
     stand_in.fail_no_more()
     store.close()

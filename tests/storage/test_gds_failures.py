@@ -212,7 +212,7 @@ class TestNoRoom:
         """A store on a disk of 24 MiB whose file has holes for want of preallocation."""
         monkeypatch.setattr(linux, "allocate_blocks", lambda *_arguments: False)
         store = GdsStore(small_ext4)
-        store.open_device(0)
+        store.open_device(0, compat=True)
         yield store
         store.close()
 
@@ -276,7 +276,7 @@ class TestLifetimes:
     def test_no_descriptor_is_left(self, untried, stand_in, tmp_path):
         def cycle():
             store = GdsStore(tmp_path)
-            store.open_device(0)
+            store.open_device(0, compat=True)
             store.close()
             return open_descriptors()
 
@@ -308,7 +308,7 @@ class TestLifetimes:
             stand_in = StandIn(Path(sys.argv[1]))
             gds._probe = lambda *_, compat: "gds-compat"
             store = gds.GdsStore(sys.argv[2])
-            store.open_device(0)
+            store.open_device(0, compat=True)
             memory = stand_in.memory(1 << 20)
             extent = store.allocate(1 << 20)
             store.write_device(extent, memory.buffer)

@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,15 +61,15 @@ def settings_of_kvikio():
 
 class TestTheTrial:
     def test_it_succeeds_where_the_chain_works(self, on_stand_in, store):
-        store.open_device(0)
+        store.open_device(0, compat=True)
         assert store.backend == "gds-compat"
 
     def test_it_is_made_on_the_device_that_is_asked_for(self, on_stand_in, store):
         with pytest.raises(GdsRefusedError, match="cuDevicePrimaryCtxRetain"):
-            store.open_device(7)
+            store.open_device(7, compat=True)
 
     def test_it_leaves_the_spill_file_empty(self, on_stand_in, store):
-        store.open_device(0)
+        store.open_device(0, compat=True)
         assert os.fstat(store._file._fd).st_size == 0
 
     def test_it_leaves_nothing_in_the_directory_nor_in_the_working_directory(
@@ -77,44 +78,44 @@ class TestTheTrial:
         here = tmp_path / "here"
         here.mkdir()
         monkeypatch.chdir(here)
-        store.open_device(0)
+        store.open_device(0, compat=True)
         assert [list(here.iterdir()), list(tmp_path.iterdir())] == [[], [here]]
 
     def test_it_fails_without_a_driver(self, stand_in, store, monkeypatch):
         monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
         with pytest.raises(GdsRefusedError, match=r"libcuda\.so\.1"):
-            store.open_device(0)
+            store.open_device(0, compat=True)
 
     def test_it_ends_when_cufile_does_not_answer(self, stand_in, store, trial, monkeypatch):
         trial("while True: pass")
         monkeypatch.setattr(gds, "PROBE_SECONDS", 0.2)
         with pytest.raises(GdsRefusedError, match=r"did not answer within 0\.2 s"):
-            store.open_device(0)
+            store.open_device(0, compat=True)
 
     def test_a_crash_is_a_refusal(self, stand_in, store, trial):
         trial("import os; os.abort()")
         with pytest.raises(GdsRefusedError, match=r"ended with -6 \(it said nothing\)"):
-            store.open_device(0)
+            store.open_device(0, compat=True)
 
     def test_an_exception_is_a_refusal_that_names_it(self, stand_in, store, trial):
         trial("raise SystemError('bad luck')")
         with pytest.raises(GdsRefusedError, match="bad luck"):
-            store.open_device(0)
+            store.open_device(0, compat=True)
 
     def test_noise_before_the_answer_does_not_matter(self, stand_in, store, trial):
         trial("print('cuFile greets you')\nprint('gds-compat')")
-        store.open_device(0)
+        store.open_device(0, compat=True)
         assert store.backend == "gds-compat"
 
     def test_bytes_that_do_not_come_back_are_a_refusal(self, on_stand_in, store, trial):
         trial(gds._PROBE.read_text().replace("file.pread(memory).get()", "NBYTES"))
         with pytest.raises(GdsRefusedError, match="did not come back"):
-            store.open_device(0)
+            store.open_device(0, compat=True)
 
     def test_a_refused_store_is_what_it_was(self, stand_in, store, trial):
         trial("print('no: 5030 (GPUDirect Storage not supported on current file)')")
         with pytest.raises(GdsRefusedError, match=r"^5030 "):
-            store.open_device(0)
+            store.open_device(0, compat=True)
         extent = store.allocate(MIB)
         store.write(extent, filled(MIB, seed=1))
         assert store.backend == "direct"
@@ -127,14 +128,14 @@ class TestTheFile:
     def test_it_is_neither_truncated_nor_replaced(self, store):
         extent = store.allocate(MIB)
         store.write(extent, filled(MIB, seed=2, skew=0))
-        store.open_device(0)
+        store.open_device(0, compat=True)
         assert os.path.samestat(os.fstat(store._device_file.fileno()), os.fstat(store._file._fd))
         assert same(read_back(store, extent, MIB), content(filled(MIB, seed=2)))
 
     @pytest.mark.usefixtures("untried")
     def test_what_it_grows_by_can_be_used(self, stand_in, store):
         """Kvikio remembers sizes of files."""
-        store.open_device(0)
+        store.open_device(0, compat=True)
         memory = stand_in.memory(MIB)
         for _ in range(2):
             extent = store.allocate(300 * MIB)
@@ -155,7 +156,7 @@ class TestTheFile:
         with kvikio.defaults.set("compat_mode", kvikio.CompatMode.AUTO):
             before = settings_of_kvikio()
             with pytest.raises(GdsRefusedError, match="5030 GPUDirect Storage not supported"):
-                store.open_device(0)
+                store.open_device(0, compat=True)
             assert modes == [(kvikio.CompatMode.OFF, "r+")]
             assert settings_of_kvikio() == before
 
@@ -164,7 +165,7 @@ class TestTheFile:
 class TestKvikiosSettings:
     def test_they_are_ours_while_a_store_is_open_and_put_back_after(self, store):
         before = settings_of_kvikio()
-        store.open_device(0)
+        store.open_device(0, compat=True)
         assert settings_of_kvikio() == {**vars(SETTINGS), "compat_mode": before["compat_mode"]}
         store.close()
         assert settings_of_kvikio() == before
@@ -172,8 +173,8 @@ class TestKvikiosSettings:
     def test_the_last_of_several_stores_puts_them_back(self, two):
         before = settings_of_kvikio()
         first, second = (GdsStore(directory) for directory in two)
-        first.open_device(0)
-        second.open_device(0)
+        first.open_device(0, compat=True)
+        second.open_device(0, compat=True)
         first.close()
         assert settings_of_kvikio()["auto_direct_io_read"] is True
         second.close()
@@ -184,7 +185,7 @@ class TestKvikiosSettings:
         monkeypatch.setenv("KVIKIO_NTHREADS", "2")
         kvikio = kvikio_setup.load()
         with kvikio.defaults.set({"task_size": MIB, "num_threads": 2}):
-            store.open_device(0)
+            store.open_device(0, compat=True)
             assert (settings_of_kvikio()["task_size"], settings_of_kvikio()["num_threads"]) == (MIB, 2)
 
 
@@ -221,19 +222,38 @@ class TestAuto:
         for store in stores:
             store.close()
 
-    @pytest.mark.usefixtures("gpu", "on_stand_in")
+    @pytest.fixture
+    def native(self, stand_in, monkeypatch):
+        """Kvikio is not told to copy through host memory; the stand-in can do no better, though."""
+        kvikio = kvikio_setup.load()
+        with kvikio.defaults.set("compat_mode", kvikio.CompatMode.AUTO):
+            monkeypatch.setattr(kvikio, "CompatMode", SimpleNamespace(ON=None, OFF=kvikio.CompatMode.ON))
+            yield
+
+    @pytest.mark.usefixtures("gpu", "native", "untried")
     def test_it_is_used_where_it_works(self, opened, tmp_path):
         store = opened(spill_dir=tmp_path)
         assert isinstance(store, GdsStore)
-        assert store.backend == "gds-compat"
+        assert store.backend == "gds"
 
-    @pytest.mark.usefixtures("gpu", "on_stand_in")
+    @pytest.mark.usefixtures("gpu", "native")
+    def test_it_is_not_used_where_cufile_would_copy(self, opened, tmp_path, trial):
+        trial("print('gds-compat')")
+        with pytest.warns(RuntimeWarning, match="nvidia-fs is not there"):
+            assert opened(spill_dir=tmp_path).backend == "direct"
+
+    @pytest.mark.usefixtures("gpu", "stand_in")
+    def test_it_is_not_used_where_kvikio_is_told_to_copy(self, opened, tmp_path):
+        with pytest.warns(RuntimeWarning, match="KVIKIO_COMPAT_MODE"):
+            assert opened(spill_dir=tmp_path).backend == "direct"
+
+    @pytest.mark.usefixtures("gpu", "native", "untried")
     def test_limits_reach_it(self, opened, tmp_path):
         store = opened(spill_dir=tmp_path, max_spill_bytes=MIB)
         with pytest.raises(StoreError, match="max_spill_bytes"):
             store.allocate(2 * MIB)
 
-    @pytest.mark.usefixtures("gpu", "stand_in")
+    @pytest.mark.usefixtures("gpu", "native")
     def test_a_refusal_is_one_line_for_each_directory(self, opened, two, trial):
         trial("print('no: nvidia-fs is not there')")
         with pytest.warns(RuntimeWarning) as caught:
@@ -243,9 +263,9 @@ class TestAuto:
         assert all("direct instead" in line and "nvidia-fs is not there" in line for line in lines)
         assert store.backend == "direct"
 
-    @pytest.mark.usefixtures("gpu", "stand_in")
+    @pytest.mark.usefixtures("gpu", "native")
     def test_directories_fall_back_alone(self, opened, two, monkeypatch):
-        answers = iter(["gds-compat", GdsRefusedError("not here")])
+        answers = iter(["gds", GdsRefusedError("not here")])
 
         def answer(*_arguments, **_options):
             one = next(answers)
@@ -256,7 +276,7 @@ class TestAuto:
         monkeypatch.setattr(gds, "_probe", answer)
         with pytest.warns(RuntimeWarning, match="not here"):
             store = opened(spill_dir=two)
-        assert store.backend == "gds-compat+direct"
+        assert store.backend == "gds+direct"
         extents = [store.allocate(MIB) for _ in range(2)]
         assert [store.device_store(extent) is None for extent in extents] == [False, True]
 
@@ -329,7 +349,7 @@ class TestStripes:
     def stripe(self, untried, stand_in, two):
         members = [GdsStore(directory) for directory in two]
         for member in members:
-            member.open_device(0)
+            member.open_device(0, compat=True)
         stripe = StripeStore(members)
         yield stripe
         stand_in.fail_no_more()
