@@ -568,7 +568,7 @@ class Engine:
         self._store.close()
 
     def close_from_finalizer(self) -> None:
-        """Close, when a garbage collection asks for it: perhaps on a thread that has to end first, or inside the lock."""
+        """Close, when a garbage collection asks: perhaps on a thread that has to end first, or inside the lock."""
         if os.getpid() != self._pid:
             return
         # The store may have threads, too.

@@ -241,6 +241,7 @@ class TieredStore(SpillStore):
                     left, place.host = place.host, None
             elif write and place.host is not None and self._host.is_whole(place.host):
                 self._movable[key] = place
+                self._resting = False
             if self._host.live_bytes > self._enough:
                 self._changed.notify()
         self._give_back(left, None)
@@ -269,7 +270,6 @@ class TieredStore(SpillStore):
                         if not place.users:
                             place.moving, place.void = True, False
                             return key, place
-                self._resting = False
                 self._changed.wait()
             return None
 

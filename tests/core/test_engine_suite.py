@@ -1,9 +1,12 @@
 """The contract of `OffloadActivations`, over every store and with budgets of every kind."""
 
+import gc
+import time
+
 import pytest
 
 import ssdtrain
-from ssdtrain.storage import DirectStore, HostStore, StripeStore, VerifyingStore
+from ssdtrain.storage import DirectStore, HostStore, StripeStore, TieredStore, VerifyingStore
 from ssdtrain.testing import Fault, FaultyStore, OffloadOver, ReorderingStore, SlowStore
 from ssdtrain.testing.engine_suite import EngineSuite
 
@@ -65,6 +68,30 @@ class TestVerified(Suite):
 
     def open_store(self, directory):
         return VerifyingStore(DirectStore(directory))
+
+
+class TestHostMemoryBeforeTheDisk(Suite):
+    __test__ = True
+
+    def open_store(self, directory):
+        return TieredStore(HostStore(max_bytes=64 * KIB), DirectStore(directory))
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left_in_host_memory(self, offload):
+        yield
+        gc.collect()
+        # Extents go back on I/O threads, and after `close` none is counted.
+        deadline = time.monotonic() + 30
+        while offload.stats.live_blocks or offload._store.live_bytes or offload._store._host.live_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+class TestHostMemoryVerified(Suite):
+    __test__ = True
+
+    def open_store(self, directory):
+        return VerifyingStore(TieredStore(HostStore(max_bytes=64 * KIB), DirectStore(directory)))
 
 
 class TestSlowAndOutOfOrder(Suite):
