@@ -4,6 +4,7 @@ import gc
 import time
 
 import pytest
+import torch
 
 import ssdtrain
 from ssdtrain.storage import DirectStore, HostStore, StripeStore, TieredStore, VerifyingStore
@@ -85,6 +86,21 @@ class TestHostMemoryBeforeTheDisk(Suite):
         while offload.stats.live_blocks or offload._store.live_bytes or offload._store._host.live_bytes:
             assert time.monotonic() < deadline
             time.sleep(0.001)
+
+    def test_blocks_are_in_both(self, offload):
+        x = torch.randn(64, 64, requires_grad=True)
+        with offload:
+            loss = x.sin().exp().sin().exp().sin().sum()
+        offload.synchronize()
+        store = offload._store
+        deadline = time.monotonic() + 30
+        while store._host.live_bytes > 32 * KIB:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert store._host.live_bytes == 32 * KIB
+        assert offload.stats.live_bytes_on_disk >= 2 * 16 * KIB
+        assert offload.stats.backend == "host+direct"
+        loss.backward()
 
 
 class TestHostMemoryVerified(Suite):
