@@ -76,7 +76,8 @@ class HostStore(SpillStore):
             buffer = page_aligned(length) if self._slabs is None else self._slabs.take(length)
         except OSError as error:
             raise StoreError.from_os(error, doing, _PLACE) from error
-        except MemoryError as error:
+        except (MemoryError, Warning) as error:
+            # Pinning warns when it fails. A filter that makes it an error must not end an I/O thread.
             raise StoreError(errno.ENOMEM, f"{doing}: {error}", _PLACE) from error
         finally:
             if buffer is None:

@@ -130,11 +130,9 @@ class TieredStore(SpillStore):
         """Write to where the extent is.
 
         Raises:
-            StoreError: EBUSY where it was whole, and so was moved, and is to be written again.
+            StoreError: EBUSY where all of it was written before, and so was moved.
         """
         with self._held(extent, write=True) as held:
-            if held.moved:
-                raise self._error(errno.EBUSY, "it was written, and moved to the disk", extent)
             held.store.write(held.extent, buffer, offset)
 
     def read(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
@@ -226,6 +224,9 @@ class TieredStore(SpillStore):
                     place.void = True
         if place is None or held is None:
             raise self._error(errno.EBADF, "the store is closed", extent)
+        if held.moved and write:
+            # It lies in other pieces now, of which what is written would replace a part.
+            raise self._error(errno.EBUSY, "it was written, and moved to the disk", extent)
         try:
             yield held
         finally:

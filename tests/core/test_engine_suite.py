@@ -90,7 +90,7 @@ class TestHostMemoryBeforeTheDisk(Suite):
     def test_blocks_are_in_both(self, offload):
         x = torch.randn(64, 64, requires_grad=True)
         with offload:
-            loss = x.sin().exp().sin().exp().sin().sum()
+            loss = x.sin().sin().sin().sin().sin().sin().sum()
         offload.synchronize()
         store = offload._store
         deadline = time.monotonic() + 30
@@ -98,7 +98,7 @@ class TestHostMemoryBeforeTheDisk(Suite):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         assert store._host.live_bytes == 32 * KIB
-        assert offload.stats.live_bytes_on_disk >= 2 * 16 * KIB
+        assert offload.stats.live_bytes_on_disk == 64 * KIB
         assert offload.stats.backend == "host+direct"
         loss.backward()
 

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -196,6 +197,12 @@ class TestNoMemory:
         store = make_store(allocate=refuse) if slabs else HostStore()
         assert refused(store, MIB).errno == errno.ENOMEM
         assert store.live_bytes == 0
+
+    def test_with_a_warning_that_is_an_error_neither_ends_anything(self, make_store):
+        def warn(_nbytes):
+            warnings.warn("cannot pin", RuntimeWarning, stacklevel=2)
+
+        assert "cannot pin" in str(refused(make_store(allocate=warn), MIB))
 
 
 def test_without_slabs_memory_goes_back_when_it_is_freed(monkeypatch):

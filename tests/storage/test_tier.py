@@ -446,6 +446,9 @@ class TestWhatMoved:
         with pytest.raises(StoreError) as caught:
             store.write(extent, source)
         assert caught.value.errno == errno.EBUSY
+        with pytest.raises(StoreError), store.borrow(extent, write=True):
+            pass
+        assert same(read_back(store, extent, source.nbytes), content(source))
 
     def test_is_described_where_it_is(self, moved, tmp_path):
         store, extent = moved
