@@ -126,7 +126,16 @@ class TestSlabs:
         assert at == whole.address + 8 * MIB
 
     def test_are_made_once_by_threads_that_come_together(self, make_store, source):
-        store = make_store(4 * MIB)
+        again = threading.Event()
+
+        def slow(nbytes):
+            if source.made:
+                again.set()
+            slab = source(nbytes)
+            again.wait(0.1)
+            return slab
+
+        store = make_store(allocate=slow)
         start = threading.Barrier(8, timeout=30)
 
         def allocate(_):
