@@ -15,7 +15,7 @@ from ssdtrain.errors import ConfigError
 
 __all__ = ["BACKENDS", "DEFAULT_SPILL_DIR", "OffloadConfig", "in_bytes", "parse_size"]
 
-BACKENDS = ("auto", "direct", "host")
+BACKENDS = ("auto", "gds", "direct", "host")
 ON_STORE_ERROR = ("keep", "raise")
 ON_FULL_QUEUE = ("keep", "wait")
 SIZES = ("min_tensor_bytes", "host_memory_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes")
@@ -78,8 +78,9 @@ class OffloadConfig:
     None: `$SSDTRAIN_SPILL_DIR` (several separated by ":"), else /var/tmp."""
 
     backend: str = "auto"
-    """"auto": O_DIRECT where the directory allows it, else buffered I/O that drops its page cache.
-    "direct": O_DIRECT or an error. "host": plain host memory, no disk; for tests and for devices."""
+    """"auto": GPUDirect Storage where there is a GPU, kvikio, and a trial succeeds; else O_DIRECT where the directory
+    allows it, else buffered I/O that drops its page cache. "gds": GPUDirect Storage or an error. "direct": O_DIRECT
+    or an error. "host": plain host memory, no disk; for tests and for devices."""
 
     min_tensor_bytes: int | str = "1MiB"
     """Storages smaller than this stay in memory."""
@@ -108,7 +109,8 @@ class OffloadConfig:
     """Threads that read and write, for each spill directory."""
 
     verify: bool = False
-    """Checksum every block (XXH3, 64 bits) when it is written, and compare when it is read."""
+    """Checksum every block (XXH3, 64 bits) when it is written, and compare when it is read. Blocks of a GPU then go
+    through host memory."""
 
     on_store_error: str = "keep"
     """When a write fails: "keep" the block in memory and warn once, or "raise" at the next saved tensor."""
@@ -141,6 +143,10 @@ class OffloadConfig:
             raise ConfigError(f"io_threads: expected a whole number from 1 to 64, got {threads!r}")
         if not isinstance(self.verify, bool):
             raise ConfigError(f"verify: expected true or false, got {self.verify!r}")
+        if self.verify and self.backend == "gds":
+            raise ConfigError(
+                'verify: checksums are made in host memory, which backend="gds" goes around; use backend="direct"'
+            )
         object.__setattr__(self, "spill_dir", _paths(self.spill_dir))
 
     @property

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssdtrain.config import in_bytes
-from ssdtrain.errors import ConfigError, SSDTrainError
+from ssdtrain.errors import ConfigError, SSDTrainError, missing_extra
 from ssdtrain.storage.base import PAGE, DeviceBuffer, DeviceStore, Edges, Extent, HostBuffer, SpillStore
 from ssdtrain.storage.direct import DirectStore
+from ssdtrain.storage.gds import GdsStore, gds_extra, open_gds_store
 from ssdtrain.storage.host import HostStore
+from ssdtrain.storage.kvikio_setup import is_installed
 from ssdtrain.storage.stripe import StripeStore
 from ssdtrain.storage.tier import TieredStore
 from ssdtrain.storage.verify import VerifyingStore
@@ -28,6 +30,7 @@ __all__ = [
     "DirectStore",
     "Edges",
     "Extent",
+    "GdsStore",
     "HostBuffer",
     "HostStore",
     "SpillStore",
@@ -85,23 +88,38 @@ def _open_directories(config: OffloadConfig) -> SpillStore:
     directories = config.directories
     _refuse_duplicates(directories)
     quota = _quota(config)
+    limits: dict[str, Any] = {
+        "max_bytes": None if quota is None else quota // len(directories),
+        "min_free_bytes": in_bytes(config.min_free_bytes),
+    }
+    gds = _wants_gds(config)
     stores: list[SpillStore] = []
     try:
         for directory in directories:
-            stores.append(  # noqa: PERF401 - what was opened has to be known when the next one fails
-                DirectStore(
-                    directory,
-                    max_bytes=None if quota is None else quota // len(directories),
-                    min_free_bytes=in_bytes(config.min_free_bytes),
-                    direct=True if config.backend == "direct" else None,
-                )
-            )
+            if gds:
+                store: SpillStore = open_gds_store(directory, required=config.backend == "gds", **limits)
+            else:
+                store = DirectStore(directory, direct=True if config.backend == "direct" else None, **limits)
+            stores.append(store)
     except BaseException:
         for store in stores:
             with suppress(SSDTrainError):
                 store.close()
         raise
     return stores[0] if len(stores) == 1 else StripeStore(stores)
+
+
+def _wants_gds(config: OffloadConfig) -> bool:
+    """Whether to try GPUDirect Storage. Imports nothing that is not there already."""
+    if config.backend == "gds":
+        if not is_installed():
+            raise missing_extra("kvikio", gds_extra(), 'backend="gds"')
+        return True
+    if config.backend != "auto" or config.verify or not is_installed():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _quota(config: OffloadConfig) -> int | None:

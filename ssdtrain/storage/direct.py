@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from ssdtrain.errors import StoreError
-from ssdtrain.storage.base import PAGE, Edges, Extent, HostBuffer, SpillStore
+from ssdtrain.storage.base import PAGE, DeviceBuffer, Edges, Extent, HostBuffer, SpillStore
 from ssdtrain.storage.bounce import BouncePool
 from ssdtrain.storage.extents import ExtentAllocator, ShrinkPolicy
 from ssdtrain.storage.spill_file import SpillFile
@@ -126,11 +126,7 @@ class DirectStore(SpillStore):
     def read(self, extent: Extent, buffer: HostBuffer, offset: int = 0) -> None:
         """Fill the buffer, its whole pages where they are if its address allows."""
         self._check(extent, buffer, offset)
-        edges = extent.edges.get(offset)
-        if edges is None or edges.nbytes != buffer.nbytes:
-            doing = f"cannot read {buffer.nbytes} bytes at offset {extent.offset + offset} of the spill file"
-            reason = "no write there succeeded" if edges is None else f"{edges.nbytes} were written"
-            raise StoreError(errno.EINVAL, f"{doing}: {reason}", self._file.directory)
+        edges = self._written(extent, buffer, offset)
         head, end = len(edges.head), buffer.nbytes - len(edges.tail)
         if self._in_place(buffer.address + head, end - head):
             self._file.read(buffer.view(head, end), extent.offset + offset)
@@ -167,12 +163,21 @@ class DirectStore(SpillStore):
         if self._closed:
             raise StoreError(errno.EBADF, f"{doing}: the store is closed", self._file.directory)
 
-    def _check(self, extent: Extent, buffer: HostBuffer, offset: int) -> None:
+    def _check(self, extent: Extent, buffer: HostBuffer | DeviceBuffer, offset: int) -> None:
         self._refuse_if_closed(f"cannot use offset {extent.offset + offset} of the spill file")
         assert offset % PAGE == 0, f"a piece begins at a multiple of {PAGE}, not at {offset}"
         assert offset + buffer.nbytes <= extent.length, (
             f"{buffer.nbytes} bytes at {offset} do not fit into {extent}"
         )
+
+    def _written(self, extent: Extent, buffer: HostBuffer | DeviceBuffer, offset: int) -> Edges:
+        """What the write was whose bytes are asked for."""
+        edges = extent.edges.get(offset)
+        if edges is None or edges.nbytes != buffer.nbytes:
+            doing = f"cannot read {buffer.nbytes} bytes at offset {extent.offset + offset} of the spill file"
+            reason = "no write there succeeded" if edges is None else f"{edges.nbytes} were written"
+            raise StoreError(errno.EINVAL, f"{doing}: {reason}", self._file.directory)
+        return edges
 
     def _cut(self, buffer: HostBuffer) -> tuple[int, int]:
         """The lengths of head and tail that are not written, see [Note: written in place]."""

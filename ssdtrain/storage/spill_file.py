@@ -131,6 +131,24 @@ class SpillFile:
             answer = os.fstatvfs(fd)
         return answer.f_bavail * answer.f_frsize
 
+    def lacks_room(self, nbytes: int) -> bool:
+        """Whether a write of so many bytes can have failed for want of room: the file has holes and the disk no more.
+
+        For libraries whose errors do not say.
+
+        Raises:
+            StoreError: The system does not say.
+        """
+        with self._descriptor("cannot ask for the file's blocks") as fd:
+            status = os.fstat(fd)
+        return status.st_blocks * 512 < status.st_size and self.free_bytes() < nbytes
+
+    @contextmanager
+    def path(self, doing: str) -> Iterator[tuple[str, int]]:
+        """A path by which a library can open the file once more, and the descriptor; valid inside the context."""
+        with self._descriptor(doing) as fd:
+            yield f"/proc/self/fd/{fd}", fd
+
     def close(self) -> None:
         """Close the file, which frees its disk space; waits for nobody. Idempotent, also after a failure.
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ssdtrain.errors import SSDTrainError, StoreError
-from ssdtrain.storage.base import Extent, HostBuffer, SpillStore
+from ssdtrain.storage.base import DeviceBuffer, DeviceStore, Extent, HostBuffer, SpillStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,6 +95,11 @@ class StripeStore(SpillStore):
         if failure is not None:
             raise failure
 
+    def device_store(self, extent: Extent) -> DeviceStore | None:
+        """The member's, counted like its writes through host memory."""
+        inner = self._stores[extent.member].device_store(extent)
+        return None if inner is None else _CountedDeviceStore(self, inner)
+
     def describe(self, extent: Extent) -> str:
         """Directory, offset and length of an extent."""
         return self._stores[extent.member].describe(extent)
@@ -133,3 +138,18 @@ class StripeStore(SpillStore):
             with self._load_lock:
                 self._writing[member] -= nbytes
                 self._resting[member] = max(self._resting[member], rest)
+
+
+class _CountedDeviceStore(DeviceStore):
+    """A member's device store whose writes the stripe knows of."""
+
+    def __init__(self, stripe: StripeStore, inner: DeviceStore) -> None:
+        self._stripe = stripe
+        self._inner = inner
+
+    def write_device(self, extent: Extent, buffer: DeviceBuffer, offset: int = 0) -> None:
+        with self._stripe._counted(extent.member, buffer.nbytes):
+            self._inner.write_device(extent, buffer, offset)
+
+    def read_device(self, extent: Extent, buffer: DeviceBuffer, offset: int = 0) -> None:
+        self._inner.read_device(extent, buffer, offset)
