@@ -18,6 +18,7 @@ __all__ = ["BACKENDS", "DEFAULT_SPILL_DIR", "OffloadConfig", "in_bytes", "parse_
 BACKENDS = ("auto", "gds", "direct", "host")
 ON_STORE_ERROR = ("keep", "raise")
 ON_FULL_QUEUE = ("keep", "wait")
+SIZES = ("min_tensor_bytes", "host_memory_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes")
 
 # By the Filesystem Hierarchy Standard, files in /var/tmp outlive a reboot: a disk, where /tmp may be RAM.
 DEFAULT_SPILL_DIR = "/var/tmp"  # noqa: S108 - spill files have no name, so nobody can squat on one
@@ -87,6 +88,10 @@ class OffloadConfig:
     max_spill_bytes: int | str | None = None
     """Most bytes on disk at one time, shared evenly by the directories; None: bounded by the disk alone."""
 
+    host_memory_bytes: int | str = 0
+    """Host memory, pinned, that blocks of an accelerator stay in before the SSD; 0: none. With backend "host", most
+    bytes of it."""
+
     min_free_bytes: int | str = "1GiB"
     """Free bytes that are left to other users of each spill directory's file system."""
 
@@ -111,7 +116,7 @@ class OffloadConfig:
     """When a write fails: "keep" the block in memory and warn once, or "raise" at the next saved tensor."""
 
     def __post_init__(self) -> None:
-        for name in ("min_tensor_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes"):
+        for name in SIZES:
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
         if self.max_spill_bytes is not None:
             object.__setattr__(self, "max_spill_bytes", parse_size(self.max_spill_bytes, "max_spill_bytes"))
@@ -124,6 +129,15 @@ class OffloadConfig:
                 raise ConfigError(
                     f"{name}: expected one of {', '.join(allowed)}; got {getattr(self, name)!r}"
                 )
+        if (
+            self.backend == "host"
+            and self.host_memory_bytes
+            and self.max_spill_bytes not in (None, self.host_memory_bytes)
+        ):
+            raise ConfigError(
+                f"host_memory_bytes: with backend='host' it is the quota, as max_spill_bytes is; got "
+                f"{self.host_memory_bytes} and {self.max_spill_bytes}, give one of them"
+            )
         threads = self.io_threads
         if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 64:
             raise ConfigError(f"io_threads: expected a whole number from 1 to 64, got {threads!r}")

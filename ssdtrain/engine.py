@@ -542,13 +542,13 @@ class Engine:
             doomed = self._reap()
         del doomed
         self._give_back_freed()
-        live_bytes = self._store.live_bytes  # before the lock, for the store has its own
+        bytes_on_disk = self._store.bytes_on_disk  # before the lock, for the store has its own
         with self._lock:
             return OffloadStats(
                 **self._counters,
                 stall_seconds=self._stall_seconds,
                 live_blocks=self._live_blocks,
-                live_bytes_on_disk=live_bytes,
+                live_bytes_on_disk=bytes_on_disk,
                 backend=self._store.backend,
             )
 
@@ -568,11 +568,12 @@ class Engine:
         self._store.close()
 
     def close_from_finalizer(self) -> None:
-        """Close, when a garbage collection asks for it: perhaps on a worker, perhaps inside the lock."""
+        """Close, when a garbage collection asks: perhaps on a thread that has to end first, or inside the lock."""
         if os.getpid() != self._pid:
             return
-        on_worker = threading.current_thread() in self._workers
-        if on_worker or not self._lock.acquire(timeout=_HEARTBEAT_SECONDS):
+        # The store may have threads, too.
+        on_own_thread = threading.current_thread().name.startswith("ssdtrain-")
+        if on_own_thread or not self._lock.acquire(timeout=_HEARTBEAT_SECONDS):
             threading.Thread(target=self.close, name="ssdtrain-close", daemon=True).start()
         else:
             self._lock.release()

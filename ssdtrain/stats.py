@@ -35,8 +35,9 @@ class OffloadStats:
     live_blocks: int = 0
     """Blocks that some saved tensor still needs."""
     live_bytes_on_disk: int = 0
+    """Without those in host memory before the disk. With backend "host", all of them."""
     backend: str = ""
-    """The path really in use, e.g. "direct", "buffered", "host"."""
+    """The path really in use, e.g. "direct", "buffered", "host" or "host+direct"."""
 
     def as_dict(self, prefix: str = "") -> dict[str, int | float]:
         """The numbers alone, for a tracker; `prefix` goes before each name."""

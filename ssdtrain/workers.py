@@ -109,9 +109,6 @@ class Workers:
         for thread in self._threads:
             thread.join()
 
-    def __contains__(self, thread: threading.Thread) -> bool:
-        return thread in self._threads
-
     def _run(self) -> None:
         try:
             while not self._stopping:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ssdtrain.storage.gds import GdsStore, gds_extra, open_gds_store
 from ssdtrain.storage.host import HostStore
 from ssdtrain.storage.kvikio_setup import is_installed
 from ssdtrain.storage.stripe import StripeStore
+from ssdtrain.storage.tier import TieredStore
 from ssdtrain.storage.verify import VerifyingStore
 
 if TYPE_CHECKING:
@@ -33,29 +35,53 @@ __all__ = [
     "HostStore",
     "SpillStore",
     "StripeStore",
+    "TieredStore",
     "VerifyingStore",
     "open_store",
 ]
 
 
 def open_store(config: OffloadConfig) -> SpillStore:
-    """The store that `config` describes: directories, backend, quota, checksums.
+    """The store that `config` describes: directories, backend, quota, host memory, checksums.
 
     Raises:
         ConfigError: A directory cannot be used, or not as asked. Whatever was opened before is closed again.
     """
-    store = _open_host(config) if config.backend == "host" else _open_directories(config)
-    if not config.verify:
-        return store
+    host_bytes = in_bytes(config.host_memory_bytes)
+    if config.backend == "host":
+        store: SpillStore = _open_host(host_bytes or _quota(config))[0]
+    else:
+        store = _open_directories(config)
     try:
-        return VerifyingStore(store)
-    except ConfigError:
+        if host_bytes and config.backend != "host":
+            store = _with_host_memory(store, host_bytes)
+        return VerifyingStore(store) if config.verify else store
+    except BaseException:
         store.close()
         raise
 
 
-def _open_host(config: OffloadConfig) -> SpillStore:
-    return HostStore(max_bytes=_quota(config))
+def _open_host(max_bytes: int | None) -> tuple[HostStore, bool]:
+    """The store, and whether its memory is pinned."""
+    # They bring torch, and import this package.
+    from ssdtrain.memory.pinned import PinnedMemory
+    from ssdtrain.memory.slabs import SlabArena
+
+    memory = PinnedMemory()
+    slabs = SlabArena(memory.allocate, max_bytes) if memory.pinned else None
+    return HostStore(max_bytes=max_bytes, slabs=slabs), memory.pinned
+
+
+def _with_host_memory(below: SpillStore, max_bytes: int) -> SpillStore:
+    host, pinned = _open_host(max_bytes)
+    if not pinned:
+        warnings.warn(
+            "host_memory_bytes: there is no accelerator, and blocks of CPU tensors are in host memory already: "
+            "another copy of them there, before the SSD, gains nothing. Set it to 0",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    return TieredStore(host, below)
 
 
 def _open_directories(config: OffloadConfig) -> SpillStore:

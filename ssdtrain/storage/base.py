@@ -126,6 +126,11 @@ class SpillStore(ABC):
         """Bytes occupied by extents that are not freed."""
 
     @property
+    def bytes_on_disk(self) -> int:
+        """Of those, the ones that are not in host memory before the disk."""
+        return self.live_bytes
+
+    @property
     def members(self) -> int:
         """How many devices work in parallel; the engine gives each its own threads."""
         return 1
@@ -186,11 +191,15 @@ class SpillStore(ABC):
         """The host memory that the extent itself is; None where it is not in host memory, or not any more.
 
         To be copied into or from, instead of a `write` or a `read` of the whole extent. It stays valid until the
-        context ends, which all copies must have done by then.
+        context ends, which all copies must have done by then. What was filled so, and is not in host memory any
+        more, can be read in pieces of any length.
 
         Args:
             extent: From `allocate`.
             write: Whether it is to be filled. If the context ends without an error, it was.
+
+        Raises:
+            StoreError: It is to be read, and not all of it was written.
         """
         return nullcontext()
 

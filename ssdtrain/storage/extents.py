@@ -88,6 +88,10 @@ class ExtentAllocator:
         self.size += nbytes
         self._add_free(end, nbytes)
 
+    def leave_gap(self) -> None:
+        """The file became longer by a unit that nobody gets: what is free before and after it is never one range."""
+        self.size += self.alignment
+
     def shrink(self, size: int) -> None:
         """The file is cut to `size`, a multiple of the alignment, which takes free bytes only."""
         assert size % self.alignment == 0

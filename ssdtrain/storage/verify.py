@@ -46,6 +46,11 @@ class VerifyingStore(SpillStore):
         return self._inner.live_bytes
 
     @property
+    def bytes_on_disk(self) -> int:
+        """The inner store's."""
+        return self._inner.bytes_on_disk
+
+    @property
     def members(self) -> int:
         """The inner store's."""
         return self._inner.members

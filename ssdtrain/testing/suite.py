@@ -20,6 +20,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -196,6 +197,48 @@ class SpillStoreSuite(ABC):
         for length in (nbytes - 1, nbytes + 1, nbytes // 2):
             with pytest.raises(StoreError):
                 store.read(extent, skewed_buffer(length))
+
+    def test_borrowed_memory_that_is_filled_is_written(self, store: SpillStore) -> None:
+        """As one write of the whole extent. A store may lend none."""
+        source = filled(MIB + 100, seed=9)
+        extent = store.allocate(source.nbytes)
+        with store.borrow(extent, write=True) as memory:
+            if memory is None:
+                return
+            assert memory.nbytes == source.nbytes
+            assert memory.address % PAGE == 0
+            memory.view()[:] = source.view()
+        assert same(read_back(store, extent, source.nbytes), content(source))
+
+    def test_borrowed_memory_holds_what_was_written(self, store: SpillStore) -> None:
+        """In pieces, too. A store may lend none."""
+        source = filled(MIB + 100, seed=10)
+        extent = store.allocate(source.nbytes)
+        store.write(extent, HostBuffer(source.address + MIB, 100, source), MIB)
+        store.write(extent, HostBuffer(source.address, MIB, source))
+        with store.borrow(extent, write=False) as memory:
+            assert memory is None or same(content(memory), content(source))
+
+    def test_borrowed_memory_that_was_not_filled_cannot_be_read(self, store: SpillStore) -> None:
+        """Where the context ends with an error, and where it was never entered."""
+        extent = store.allocate(MIB)
+        store.write(extent, filled(MIB, seed=11))
+        with suppress(ZeroDivisionError), store.borrow(extent, write=True) as memory:
+            if memory is None:
+                return
+            raise ZeroDivisionError
+        for unfilled in (extent, store.allocate(MIB)):
+            with pytest.raises(StoreError):
+                store.read(unfilled, skewed_buffer(MIB))
+            with pytest.raises(StoreError), store.borrow(unfilled, write=False):
+                pass
+
+    def test_a_closed_store_lends_nothing(self, store: SpillStore) -> None:
+        """It refuses, or has nothing to lend."""
+        extent = store.allocate(MIB)
+        store.close()
+        with suppress(StoreError), store.borrow(extent, write=True) as memory:
+            assert memory is None
 
     def test_threads_do_not_disturb_each_other(self, store: SpillStore) -> None:
         """Many blocks at once, each thread with its own, read and freed in a mixed order."""

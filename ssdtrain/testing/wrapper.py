@@ -15,7 +15,9 @@ __all__ = ["WrapperStore"]
 
 
 class WrapperStore(SpillStore):
-    """Passes every call on.
+    """Passes every call on, but for `borrow` and `device_store`, which have the answer of a store without them.
+
+    What they give is filled and read past the store; one that delays, counts or spoils writes has to see them.
 
     Args:
         inner: The store that does the work; closed with this one.
@@ -33,6 +35,11 @@ class WrapperStore(SpillStore):
     def live_bytes(self) -> int:
         """The inner store's."""
         return self.inner.live_bytes
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """The inner store's."""
+        return self.inner.bytes_on_disk
 
     @property
     def members(self) -> int:

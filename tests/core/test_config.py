@@ -9,7 +9,10 @@ import pytest
 from ssdtrain import ConfigError, OffloadActivations, OffloadConfig, SSDTrainError
 from ssdtrain.config import parse_size
 
-SIZES = ("min_tensor_bytes", "max_spill_bytes", "min_free_bytes", "prefetch_bytes", "store_queue_bytes")
+SIZES = (
+    *("min_tensor_bytes", "host_memory_bytes", "max_spill_bytes", "min_free_bytes", "prefetch_bytes"),
+    "store_queue_bytes",
+)
 
 
 class TestSizes:
@@ -85,11 +88,24 @@ class TestOptions:
             ("spill_dir", [""]),
             ("min_tensor_bytes", None),
             ("prefetch_bytes", None),
+            ("host_memory_bytes", None),
+            ("host_memory_bytes", -1),
         ],
     )
     def test_a_wrong_value_is_refused_by_name(self, name, value):
         with pytest.raises(ConfigError, match=f"^{name}: "):
             OffloadConfig(**{name: value})
+
+    def test_two_quotas_of_host_memory_contradict_each_other(self):
+        with pytest.raises(ConfigError, match=r"^host_memory_bytes: .* got 2097152 and 1048576"):
+            OffloadConfig(backend="host", host_memory_bytes="2MiB", max_spill_bytes="1MiB")
+
+    @pytest.mark.parametrize("backend", ["host", "auto"])
+    def test_a_quota_given_twice_is_none_too_many(self, backend):
+        OffloadConfig(backend=backend, host_memory_bytes="2MiB", max_spill_bytes=2 << 20)
+
+    def test_host_memory_and_disk_have_quotas_of_their_own(self):
+        OffloadConfig(host_memory_bytes="2MiB", max_spill_bytes="1MiB")
 
     def test_an_error_lists_the_valid_values(self):
         with pytest.raises(ConfigError, match=r"auto.*direct.*host"):

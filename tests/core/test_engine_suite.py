@@ -1,9 +1,13 @@
 """The contract of `OffloadActivations`, over every store and with budgets of every kind."""
 
+import gc
+import time
+
 import pytest
+import torch
 
 import ssdtrain
-from ssdtrain.storage import DirectStore, HostStore, StripeStore, VerifyingStore
+from ssdtrain.storage import DirectStore, HostStore, StripeStore, TieredStore, VerifyingStore
 from ssdtrain.testing import Fault, FaultyStore, OffloadOver, ReorderingStore, SlowStore
 from ssdtrain.testing.engine_suite import EngineSuite
 
@@ -65,6 +69,45 @@ class TestVerified(Suite):
 
     def open_store(self, directory):
         return VerifyingStore(DirectStore(directory))
+
+
+class TestHostMemoryBeforeTheDisk(Suite):
+    __test__ = True
+
+    def open_store(self, directory):
+        return TieredStore(HostStore(max_bytes=64 * KIB), DirectStore(directory))
+
+    @pytest.fixture(autouse=True)
+    def nothing_is_left_in_host_memory(self, offload):
+        yield
+        gc.collect()
+        # Extents go back on I/O threads, and after `close` none is counted.
+        deadline = time.monotonic() + 30
+        while offload.stats.live_blocks or offload._store.live_bytes or offload._store._host.live_bytes:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def test_blocks_are_in_both(self, offload):
+        x = torch.randn(64, 64, requires_grad=True)
+        with offload:
+            loss = x.sin().sin().sin().sin().sin().sin().sum()
+        offload.synchronize()
+        store = offload._store
+        deadline = time.monotonic() + 30
+        while store._host.live_bytes > 32 * KIB:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert store._host.live_bytes == 32 * KIB
+        assert offload.stats.live_bytes_on_disk == 64 * KIB
+        assert offload.stats.backend == "host+direct"
+        loss.backward()
+
+
+class TestHostMemoryVerified(Suite):
+    __test__ = True
+
+    def open_store(self, directory):
+        return VerifyingStore(TieredStore(HostStore(max_bytes=64 * KIB), DirectStore(directory)))
 
 
 class TestSlowAndOutOfOrder(Suite):

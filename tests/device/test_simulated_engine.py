@@ -2,7 +2,9 @@
 
 import pytest
 
-from ssdtrain.storage import DirectStore, HostStore
+from ssdtrain.memory.slabs import SlabArena
+from ssdtrain.storage import DirectStore, HostStore, TieredStore
+from ssdtrain.storage.bounce import page_aligned
 from ssdtrain.testing import SimulatedDevice
 from ssdtrain.testing.engine_suite import EngineSuite
 from tests.device.kernels import offloader
@@ -44,6 +46,30 @@ class TestIntoHostMemory(OnSimulatedDevice):
     @pytest.fixture
     def offload(self):
         offload = offloader(SimulatedDevice(self.late), HostStore())
+        yield offload
+        offload.close()
+
+
+class TestHostMemoryBeforeTheDisk(OnSimulatedDevice):
+    """Blocks are filled in host memory, and read from there, or in pieces of the staging buffers after they moved."""
+
+    late = (OUT, IN)
+
+    @pytest.fixture
+    def offload(self, tmp_path):
+        slabs = SlabArena(page_aligned, 64 << 10, slab_bytes=32 << 10)
+        store = TieredStore(HostStore(max_bytes=64 << 10, slabs=slabs), DirectStore(tmp_path))
+        offload = offloader(SimulatedDevice(self.late), store)
+        yield offload
+        offload.close()
+
+
+class TestHostMemoryThatIsLeftAtOnce(TestHostMemoryBeforeTheDisk):
+    @pytest.fixture
+    def offload(self, tmp_path):
+        store = TieredStore(HostStore(max_bytes=1 << 30), DirectStore(tmp_path))
+        store._enough = 0
+        offload = offloader(SimulatedDevice(self.late), store)
         yield offload
         offload.close()
 

@@ -174,3 +174,14 @@ def test_less_than_half_is_not_worth_cutting():
     policy = ShrinkPolicy(cycles=1, step=10)
     policy.record(50)
     assert policy.target(100) == 100
+
+
+def test_a_gap_keeps_free_ranges_apart():
+    extents = ExtentAllocator(alignment=10)
+    for _ in range(2):
+        extents.leave_gap()
+        extents.grow(40)
+    for offset in [extents.allocate(40) for _ in range(2)]:
+        extents.free(offset)
+    assert extents.free_ranges() == [(10, 40), (60, 40)]
+    assert extents.allocate(50) is None

@@ -5,11 +5,15 @@ import os
 import sys
 
 import pytest
+import torch
 
+import ssdtrain
 from ssdtrain import storage
 from ssdtrain.config import OffloadConfig
 from ssdtrain.errors import ConfigError, StoreError
-from ssdtrain.storage import DirectStore, HostStore, StripeStore, VerifyingStore, open_store
+from ssdtrain.storage import DirectStore, HostStore, StripeStore, TieredStore, VerifyingStore, open_store
+from ssdtrain.storage.bounce import page_aligned
+from ssdtrain.testing.suite import content, filled, read_back, same
 
 from .helpers import open_descriptors
 
@@ -112,6 +116,78 @@ def test_the_quota_holds_in_host_memory(opened):
     store = opened(backend="host", max_spill_bytes="1MiB")
     store.allocate(MIB)
     assert refused_at(store, 1).errno == errno.ENOSPC
+
+
+def test_host_memory_bytes_are_the_quota_too(opened):
+    store = opened(backend="host", host_memory_bytes="1MiB")
+    assert isinstance(store, HostStore)
+    store.allocate(MIB)
+    assert "host_memory_bytes" in str(refused_at(store, 1))
+
+
+class Pinned:
+    """As where there is an accelerator."""
+
+    pinned = True
+
+    def __init__(self):
+        self.made = []
+
+    def allocate(self, nbytes):
+        self.made.append(nbytes)
+        return page_aligned(nbytes)
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    memory = Pinned()
+    monkeypatch.setattr("ssdtrain.memory.pinned.PinnedMemory", lambda: memory)
+    return memory
+
+
+def test_host_memory_is_put_before_the_disk(opened, two, pinned):
+    store = opened(spill_dir=two, host_memory_bytes="3MiB")
+    assert isinstance(store, TieredStore)
+    assert (store.backend, store.members) == ("host+direct", 2)
+    store.allocate(MIB)
+    assert pinned.made == [2 * MIB]
+
+
+def test_host_memory_alone_is_pinned_too(opened, pinned):
+    opened(backend="host").allocate(MIB)
+    assert len(pinned.made) == 1
+
+
+def test_verify_is_put_around_host_memory(opened, tmp_path, pinned):
+    pytest.importorskip("xxhash")
+    store = opened(spill_dir=tmp_path, host_memory_bytes="3MiB", verify=True)
+    assert isinstance(store, VerifyingStore)
+    assert store.backend == "host+direct"
+
+
+def test_host_memory_without_an_accelerator_warns_and_works(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.warns(RuntimeWarning, match="there is no accelerator.*Set it to 0"):
+        store = opened(spill_dir=tmp_path, host_memory_bytes="3MiB")
+    source = filled(MIB, seed=1)
+    extent = store.allocate(MIB)
+    store.write(extent, source)
+    assert same(read_back(store, extent, MIB), content(source))
+
+
+def test_the_warning_names_the_users_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.warns(RuntimeWarning, match="no accelerator") as warned:
+        ssdtrain.OffloadActivations(spill_dir=tmp_path, min_free_bytes=0, host_memory_bytes="3MiB").close()
+    assert warned[0].filename == __file__
+
+
+def test_a_warning_that_is_an_error_leaves_no_descriptor(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    before = open_descriptors()
+    with pytest.raises(RuntimeWarning):
+        opened(spill_dir=tmp_path, host_memory_bytes="3MiB")
+    assert open_descriptors() == before
 
 
 def test_min_free_bytes_reach_the_store(opened, tmp_path):
