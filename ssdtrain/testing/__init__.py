@@ -2,9 +2,9 @@
 
 `SimulatedDevice` is an accelerator whose streams are late on purpose, for machines without one.
 
-`ssdtrain.testing.suite` has the tests that every store must pass, `ssdtrain.testing.device_suite` those of one that moves
-device memory, and `ssdtrain.testing.engine_suite` those that every
-offloader must pass, over whatever store. Only these three need pytest.
+`ssdtrain.testing.suite` has the tests that every store must pass, `ssdtrain.testing.device_suite` those of one that
+moves device memory, and `ssdtrain.testing.engine_suite` those that every offloader must pass, over whatever store.
+Only these three need pytest.
 """
 
 from ssdtrain.testing.faults import Fault, FaultyStore, InjectedDeathError
