@@ -200,6 +200,7 @@ class Steps:
     @cached_property
     def _workload(self) -> tuple[Any, torch.Tensor]:
         size = self._size
+        self._begin_afresh()
         if size is None:
             free, _ = torch.accelerator.get_memory_info()
             host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -224,11 +225,14 @@ class Steps:
             options["backend"] = "host"
         elif mode == "ssdtrain both":
             options["host_memory_bytes"] = max(MIB, self._costs["keep"].peak // 2)
+        self._begin_afresh()
+        with holding(mode, model, options) as make_context:
+            yield make_context
+
+    def _begin_afresh(self) -> None:
         gc.collect()
         if self._device.type != "cpu":
             torch.accelerator.empty_cache()
-        with holding(mode, model, options) as make_context:
-            yield make_context
 
     def _add_costs(self, mode: str) -> None:
         keep, mine = self._costs["keep"], self._costs[mode]
