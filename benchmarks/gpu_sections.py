@@ -175,14 +175,15 @@ class Steps:
         model, ids = self._workload
         on_gpu = self._device.type == "cuda"
         activities = [getattr(torch.profiler.ProfilerActivity, "CUDA" if on_gpu else "CPU")]
-        with torch.profiler.profile(activities=activities):
+        profiler = partial(torch.profiler.profile, activities=activities, acc_events=True)
+        with profiler():
             torch.ones(1, device=self._device)  # the profiler's own start is not to be in a step
         for mode in MODES[2:]:
             if not self._report.enough_time(mode, SECONDS_A_PROFILE):
                 continue
             with self._report.failures(mode), self._holding(mode) as make_context:
                 step(model, ids, make_context)
-                with torch.profiler.profile(activities=activities) as profile:
+                with profiler() as profile:
                     step(model, ids, make_context)
                     synchronize(self._device)
                 profile.export_chrome_trace(str(trace))

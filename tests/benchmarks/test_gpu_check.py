@@ -252,11 +252,23 @@ class TestSteps:
         assert rows["keep"].numbers["step_to_keep"] == 1
         assert rows["ssdtrain SSD"].numbers["stats"]["live_blocks"] == 0
 
-    def test_rounds_end_when_the_time_does(self, steps, report):
-        steps.costs(rounds=5, until=report.left - 0.01)
+    def test_rounds_end_when_the_time_does(self, steps, report, monkeypatch):
+        import gpu_sections
+
+        monkeypatch.setattr(report, "_clock", clock := Clock())
+        report._end = clock.now + 100
+
+        def measure(costs, *_):
+            clock.now += 30
+            costs.seconds.append(1.0)
+
+        monkeypatch.setattr(gpu_sections, "measure", measure)
+        steps.costs(rounds=5, until=20)
         rows = {row.name: row for row in report.rows}
-        assert len(rows["keep"].numbers["seconds"]) == 2
         assert rows["ssdtrain SSD"].result == "not run: out of time"
+        assert [rows[name].numbers["seconds"] for name in ("keep", "recompute", "ssdtrain host")] == [
+            [1.0]
+        ] * 3
 
     def test_a_mode_that_fails_does_not_stop_the_others(self, steps, report, monkeypatch):
         import gpu_sections
