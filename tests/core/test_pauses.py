@@ -182,9 +182,10 @@ class Work:
         y = x
         for _ in range(4):
             y = (y @ weight).tanh()
-            y.sin()  # saves what is saved again, and is gone
+            shifted = y + 1
+            shifted.sin()  # saves it, and is gone before it is saved again
             left, right = y.chunk(2)
-            y = torch.cat([left.sin() * right, right.exp()]) + y.t()
+            y = torch.cat([left.sin() * right, right.exp()]) + y.t() + shifted.cos()
         changeable = y * 1
         return changeable.sin().sum() + y[3].square().sum(), changeable
 
