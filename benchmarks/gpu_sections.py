@@ -11,17 +11,14 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpu_models import KINDS, Size, batch_of, model_of
 from gpu_training import (
-    KINDS,
     MODES,
     Costs,
     Load,
-    Size,
-    batch_of,
     gradients,
     holding,
     measure,
-    model_of,
     same_bits,
     step,
     synchronize,

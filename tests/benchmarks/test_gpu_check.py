@@ -51,7 +51,7 @@ def run(*options, **environment):
 
 
 def tiny():
-    from gpu_training import Size
+    from gpu_models import Size
 
     return Size(width=64, layers=2, sequence=32, batch=2, vocabulary=128, head=32)
 
@@ -178,7 +178,7 @@ class TestOverlap:
 
 class TestSizes:
     def test_the_widest_model_that_leaves_room(self):
-        from gpu_training import Size
+        from gpu_models import Size
 
         large, small = (
             Size.that_fits(device=device, host=128 << 30, disk=64 << 30) for device in (139 << 30, 16 << 30)
@@ -187,7 +187,7 @@ class TestSizes:
         assert small.needed <= 8 << 30 < Size.of_width(8192).needed
 
     def test_host_memory_and_disk_bound_it_too(self):
-        from gpu_training import Size
+        from gpu_models import Size
 
         room = {"device": 139 << 30, "host": 128 << 30, "disk": 64 << 30}
         for name in ("host", "disk"):
@@ -340,3 +340,10 @@ class TestDeviceTests:
 
     def test_none_is_a_failure(self, tests):
         assert tests("") == [("all", "FAIL", "exit code 5")]
+
+
+def test_wheels_need_a_directory_to_go_to():
+    done = subprocess.run([ROOT / "scripts" / "gpu_wheels"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
+    assert done.stderr.endswith("gpu_wheels DIR\n")
