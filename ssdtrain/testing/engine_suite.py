@@ -202,10 +202,19 @@ class EngineSuite(ABC):
     spills: ClassVar[bool] = True
     """Whether blocks really go to the store; False where the offloader is made to keep everything."""
 
+    device: ClassVar[str] = "cpu"
+    """Where the tensors of the programs are."""
+
     @pytest.fixture
     @abstractmethod
     def offload(self) -> Any:
         """An open offloader of tensors of every size; closed after the test."""
+
+    @pytest.fixture(autouse=True)
+    def _on_the_device(self) -> Any:
+        # On the CPU without the context, for it would be one more thing between a program and torch.
+        with nullcontext() if self.device == "cpu" else torch.device(self.device):
+            yield
 
     @pytest.fixture(autouse=True)
     def _nothing_is_left(self, offload: OffloadActivations) -> Any:
