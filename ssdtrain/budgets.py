@@ -39,21 +39,20 @@ class StoreQueue:
         return self._held_bytes == 0 or self._held_bytes + block.span.nbytes <= self._limit
 
     def to_be_computed(self, block: Block) -> Block | None:
-        """The first block that its device has not computed; None if it does not stand in the way of `block`.
+        """The block with which half of the queue is computed; None if it is, or if there is room for `block`.
 
-        It does where there is no room for `block`, and most of what takes the room is not computed: the device is
-        behind, not the disk.
+        Until then the device is behind, and not the disk.
         """
-        if self.has_room(block):
+        if self.has_room(block) or block.transfer.reached(block.mark):
             return None
-        computed_bytes = 0
+        nbytes, half = 0, None
         for queued in chain(self._writing, self._blocks):
-            if queued.state not in {State.QUEUED, State.WRITING}:
-                continue  # cancelled
-            if not queued.transfer.reached(queued.mark):
-                return queued if computed_bytes < self._limit // 2 else None
-            computed_bytes += queued.span.nbytes
-        return None
+            if queued.state is State.QUEUED or queued.state is State.WRITING:  # and not cancelled
+                half = queued
+                nbytes += queued.span.nbytes
+                if nbytes >= self._limit // 2:
+                    break
+        return None if half is None or half.transfer.reached(half.mark) else half
 
     def put(self, block: Block) -> None:
         """Queue a block."""

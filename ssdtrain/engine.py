@@ -16,10 +16,9 @@ lock is released, for unmapping takes a while: methods that collect it return it
 
 [Note: Running ahead of a device]
 The compute thread only queues work for an accelerator, and may have queued a whole forward pass before the device
-has computed the first layer. Then the store queue is full of blocks that do not exist yet, which says nothing of the
-disk. If the next blocks were kept for that, nearly all would be. So the compute thread waits for the device to
-compute the first of them, and only as long as more than half of the queue does not exist: the device always has work
-queued.
+has computed the first layer. Then the store queue is full of blocks that do not exist yet, which says nothing of
+the disk. If the next blocks were kept for that, nearly all would be. So the compute thread waits for the device to
+compute half of the queue, and no more than half: the device always has work queued.
 
 [Note: Interrupts]
 Ctrl-C raises KeyboardInterrupt in the main thread, anywhere: in practice where a function begins or a call into C
@@ -181,13 +180,11 @@ class Engine:
 
     def _wait_for_device(self, block: Block) -> None:
         """See [Note: Running ahead of a device]."""
-        while True:
-            with self._lock:
-                doomed = self._settle(block.to_settle)
-                queued = self._queue.to_be_computed(block)
-            del doomed
-            if queued is None:
-                return
+        with self._lock:
+            doomed = self._settle(block.to_settle)
+            queued = self._queue.to_be_computed(block)
+        del doomed
+        if queued is not None:
             self._workers.wake()
             queued.transfer.wait(queued.mark)
 
