@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -255,6 +256,34 @@ class TestGraphsThatAreDropped:
         values = start_later_work(device, x)
         device.finish()
         assert all(torch.equal(value, x) for value in values)
+        offload.close()
+
+
+class TestWaitingOnTheHost:
+    def test_backward_waits_for_no_copy_of_what_was_read_ahead(self, tmp_path, x, monkeypatch):
+        """Its stream does. Of what it reads itself, it waits for staging buffers."""
+        device = SimulatedDevice(STREAMS)
+        offload = offloader(device, DirectStore(tmp_path))
+        leaf, y = chain(device, x, offload=offload)
+        offload.synchronize()
+        waits = []
+        synchronize = device.synchronize
+
+        def watched(event):
+            waits.append(threading.current_thread())
+            synchronize(event)
+
+        ones = on_device(torch.ones_like(x), device)
+        monkeypatch.setattr(device, "synchronize", watched)
+        (result,) = torch.autograd.grad(y, leaf, ones)
+        own = waits.count(threading.current_thread())
+        monkeypatch.undo()
+        device.finish()
+        assert torch.equal(result, expected(x))
+        pieces = -(-x.nbytes // 4096)
+        assert own <= offload.stats.prefetch_misses * pieces
+        assert offload.stats.prefetch_hits > 0
+        del leaf, y
         offload.close()
 
 
