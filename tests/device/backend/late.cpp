@@ -10,7 +10,7 @@
 // while work is queued on a stream that was recorded for it. Fresh memory is overwritten, in the order of its stream.
 // A wait that is missing so gives wrong bits, every time.
 //
-// Nothing that runs or frees under `lock` needs Python: who holds the GIL may wait for it.
+// Nothing under `lock` copies or frees a tensor, which may take the GIL: who holds the GIL may wait for `lock`.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -20,6 +20,8 @@
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
@@ -352,20 +354,24 @@ bool copies_late(const at::Tensor& from, const at::Tensor& to) {
       Hooks().isPinnedPtr(host.data_ptr());
 }
 
+void queue_copy(const at::Tensor& from, const at::Tensor& to) {
+  std::lock_guard<std::mutex> guard(lock);
+  bool out = from.device().type() == kLate;
+  Queue* queue = current_queue((out ? from : to).device().index());
+  block_at((out ? to : from).data_ptr())->uses.insert(queue);
+  queue->waiting.push_back([target = to.data_ptr(), source = from.data_ptr(), nbytes = from.nbytes()] {
+    std::memcpy(target, source, nbytes);
+  });
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (non_blocking && copies_late(from, to)) {
-    std::lock_guard<std::mutex> guard(lock);
-    bool out = from.device().type() == kLate;
-    Queue* queue = current_queue((out ? from : to).device().index());
-    block_at((out ? to : from).data_ptr())->uses.insert(queue);
-    queue->waiting.push_back([target = to.data_ptr(), source = from.data_ptr(), nbytes = from.nbytes()] {
-      std::memcpy(target, source, nbytes);
-    });
-    return to;
+    queue_copy(from, to);
+  } else {
+    catch_up(from);
+    catch_up(to);
+    on_host(to).copy_(on_host(from));
   }
-  catch_up(from);
-  catch_up(to);
-  on_host(to).copy_(on_host(from));
   return to;
 }
 
@@ -388,6 +394,33 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
+// Torch's fallback to the CPU does not know convolutions: they are operations of another name on other devices.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                       at::IntArrayRef output_padding, int64_t groups) {
+  std::optional<at::Tensor> host_bias;
+  if (bias && bias->defined()) {
+    host_bias = bias->cpu();
+  }
+  auto output = at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed,
+                                output_padding, groups);
+  return output.to(input.device(), output.scalar_type());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> wanted) {
+  std::vector<int64_t> bias_sizes{transposed ? weight.size(1) * groups : weight.size(0)};
+  auto [of_input, of_weight, of_bias] =
+      at::convolution_backward(gradient.cpu(), input.cpu(), weight.cpu(), bias_sizes, stride, padding, dilation,
+                               transposed, output_padding, groups, wanted);
+  auto back = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(input.device(), tensor.scalar_type()) : tensor;
+  };
+  return {back(of_input), back(of_weight), back(of_bias)};
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -407,9 +440,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
+
+// They hand a copy on as it is; `on_host` knows them.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &device_allocator)
