@@ -34,7 +34,8 @@ class PinnedMemory:
         """
         if self.pinned:
             try:
-                tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                # Named, because under `torch.device(...)` as a context tensors are made elsewhere.
+                tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self.pinned = False
                 warnings.warn(

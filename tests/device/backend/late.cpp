@@ -317,7 +317,8 @@ c10::Device device_or_current(std::optional<c10::Device> device) {
 }
 
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<c10::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<c10::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(!pin.value_or(false), "late: only host memory can be pinned");
   c10::DeviceGuard guard(device_or_current(device));
   c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
   return at::detail::empty_generic(sizes, &device_allocator, keys, c10::dtype_or_default(dtype), format);

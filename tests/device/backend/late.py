@@ -46,6 +46,7 @@ def load():
     module = types.ModuleType("torch.late")
     module.is_available = lambda: True
     module.device_count = library.late_device_count
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
     torch._register_device_module("late", module)
