@@ -159,6 +159,12 @@ class TestMemory:
         streams.synchronize(streams.record(side))
         assert streams.empty(NBYTES, home).data_ptr() == address
 
+    @pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag], ids=["conjugate", "negative"])
+    def test_a_use_of_a_lazy_view_is_one_of_its_memory(self, streams, device, late, view):
+        z = torch.randn(100, dtype=torch.complex64, device=device)
+        streams.record_use(view(z), streams.side())
+        assert late.late_uses_of(z.data_ptr()) == 1
+
 
 class TestPinnedMemory:
     def test_is_pinned(self):
