@@ -22,6 +22,7 @@ def test_on_a_device_that_is_late(checks):
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", f"tests/device/backend/{checks}"],
         cwd=ROOT,
+        check=False,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

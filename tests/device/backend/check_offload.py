@@ -1,6 +1,7 @@
 """Programs on the devices of `late`, spilled by a real offloader through torch's own streams and events."""
 
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def leaf(*shape, device="late:0"):
 class Keeps(torch.autograd.Function):
     """Saves its inputs, and shows in `seen` what it gets back."""
 
-    seen = []
+    seen: ClassVar = []
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -170,6 +171,75 @@ def test_a_forward_pass_on_a_side_stream(offload):
     offload.synchronize()
     loss.backward()
     assert torch.equal(x.grad, wanted)
+
+
+class TestMemoryThatLateWorkUses:
+    """It is not reused before that has run, whichever stream it runs on."""
+
+    def reuse(self, tensor):
+        """Take what is free of the tensor's size, and overwrite it."""
+        return [torch.ones_like(tensor) for _ in range(40)]
+
+    def test_what_was_packed(self, offload):
+        side = torch.Stream("late:0")
+        x = leaf(50, 60) * 1
+        wanted, copy = x.detach().cpu(), torch.empty(50, 60).pin_memory()
+        with side, offload:
+            loss = Keeps.apply(x)
+            copy.copy_(x.detach(), non_blocking=True)
+        like = torch.zeros_like(x)
+        del x
+        offload.synchronize()
+        held = self.reuse(like)
+        side.synchronize()
+        assert torch.equal(copy, wanted)
+        del loss, held
+
+    def test_what_was_unpacked(self, offload):
+        side = torch.Stream("late:0")
+        copy = torch.empty(50, 60).pin_memory()
+
+        class CopiesOnTheSide(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x.sum()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                with side:
+                    (x,) = ctx.saved_tensors
+                    copy.copy_(x, non_blocking=True)
+                return gradient.expand(50, 60)
+
+        x = leaf(50, 60)
+        y = x * 1
+        wanted, like = y.detach().cpu(), torch.zeros_like(x)
+        with offload:
+            loss = CopiesOnTheSide.apply(y)
+        del y
+        offload.synchronize()
+        loss.backward()
+        del loss
+        held = self.reuse(like)
+        side.synchronize()
+        assert torch.equal(copy, wanted)
+        del held
+
+    def test_what_was_read_ahead_for_nobody(self, offload):
+        for learnt in (False, False, True):
+            x = leaf(50, 60)
+            with offload:
+                y, states = x, []
+                for _ in range(20):
+                    y = y.sin()
+                    states.append(y)
+            offload.synchronize()
+            torch.autograd.grad(y.sum(), states[17] if learnt else x)
+            del y, states
+        held = self.reuse(x)
+        torch.accelerator.synchronize()
+        assert all(bool((tensor == 1).all()) for tensor in held)
 
 
 def test_pageable_memory_will_do(options, late):
