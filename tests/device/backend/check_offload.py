@@ -224,6 +224,7 @@ class TestMemoryThatLateWorkUses:
         held = self.reuse(like)
         side.synchronize()
         assert torch.equal(copy, wanted)
+        assert torch.equal(x.grad, torch.ones_like(x))  # the first to take the memory
         del held
 
     def test_what_was_read_ahead_for_nobody(self, offload):
