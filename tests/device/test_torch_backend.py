@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[2]
 def test_on_a_device_that_is_late(checks):
     build()
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", f"tests/device/backend/{checks}"],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("-p", "tests.device.backend.plugin", f"tests/device/backend/{checks}"),
+        ],
         cwd=ROOT,
         check=False,
         stdout=subprocess.PIPE,
