@@ -118,4 +118,7 @@ class TorchStreams(Streams):
 
     def record_use(self, tensor: Tensor, stream: Stream) -> None:
         """`Tensor.record_stream`: nothing where the memory belongs to that stream."""
+        if tensor.is_conj() or tensor.is_neg():
+            # torch hands such a view to the allocator as a copy, and corrupts the heap when that returns nothing.
+            tensor = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
         tensor.record_stream(stream)

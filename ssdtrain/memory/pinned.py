@@ -34,7 +34,7 @@ class PinnedMemory:
         """
         if self.pinned:
             try:
-                # Named, for a user may have made another device the default.
+                # Named, because under `torch.device(...)` as a context tensors are made elsewhere.
                 tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self.pinned = False
