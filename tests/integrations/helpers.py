@@ -64,9 +64,10 @@ class Tokens(Dataset):
         return {"input_ids": self._ids[at], "labels": self._ids[at]}
 
 
-def arguments(directory, **options):
-    """TrainingArguments for a few small steps on the CPU."""
-    options = {
+def settings(directory, **options):
+    """For TrainingArguments: a few small steps on the CPU."""
+    return {
+        "output_dir": str(directory / "output"),
         "max_steps": 3,
         "per_device_train_batch_size": 2,
         "logging_steps": 1,
@@ -76,7 +77,6 @@ def arguments(directory, **options):
         "use_cpu": True,
         "dataloader_pin_memory": False,
     } | options
-    return TrainingArguments(output_dir=str(directory / "output"), **options)
 
 
 class Observer(TrainerCallback):
@@ -113,7 +113,7 @@ def hooks_of(model):
 def trainer_of(model, directory, *callbacks, eval_dataset=None, data=None, trainer=Trainer, **options):
     return trainer(
         model=model,
-        args=arguments(directory, **options),
+        args=TrainingArguments(**settings(directory, **options)),
         train_dataset=Tokens() if data is None else data,
         eval_dataset=eval_dataset,
         callbacks=list(callbacks),
