@@ -16,7 +16,7 @@ from transformers import (
 
 VOCABULARY = 64
 LENGTH = 12
-# Tensors of any size go to the disk, and the forward pass waits for most of them, so that backward does not come first.
+# Tensors of any size go to the disk; the forward pass waits for most of them, so that backward does not come first.
 OPTIONS = {
     "min_tensor_bytes": 1,
     "min_free_bytes": 0,
