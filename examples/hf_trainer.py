@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 
 from ssdtrain.integrations.transformers import SSDTrainCallback
 
@@ -44,9 +44,11 @@ with tempfile.TemporaryDirectory() as output:
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=data,
     )
+    trainer.remove_callback(PrinterCallback)  # prints all that is logged, rounded
     # As good as callbacks=[SSDTrainCallback(...)], and reporters (TensorBoard, W&B) get the metrics as well.
     callback = None if options.keep else SSDTrainCallback.attach(trainer, spill_dir=options.spill_dir)
     trainer.train()

@@ -1,9 +1,8 @@
 """Supervised fine-tuning with TRL and LoRA, with the activations on SSD.
 
-    python examples/trl_sft.py [--spill-dir DIR] [--steps N] [--keep]
+    python examples/trl_sft.py [--spill-dir DIR] [--steps N] [--keep]    # needs pip install 'ssdtrain[trl]' peft
 
-Needs `pip install 'ssdtrain[trl]' peft`. `--keep` trains without offloading: the losses are the same to the last
-digit.
+`--keep` trains without offloading: the losses are the same to the last digit.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from ssdtrain.integrations.transformers import SSDTrainCallback
@@ -31,8 +30,7 @@ parser.add_argument("--keep", action="store_true", help="keep the activations in
 options = parser.parse_args()
 
 # The text, and the tokenizer that is trained on it, are of Python's own library.
-files = sorted(Path(os.__file__).parent.glob("a*.py"))
-text = "".join(path.read_text(encoding="utf-8") for path in files)
+text = "".join(path.read_text("utf-8") for path in sorted(Path(os.__file__).parent.glob("a*.py")))
 END = "<end>"
 words = Tokenizer(BPE())
 words.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -51,6 +49,9 @@ shape = {
 }
 model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=256, **shape))
 
+quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+gpu = torch.cuda.is_available()
+
 with tempfile.TemporaryDirectory() as output:
     trainer = SFTTrainer(
         model=model,
@@ -58,25 +59,22 @@ with tempfile.TemporaryDirectory() as output:
             output_dir=output,
             max_steps=options.steps,
             max_length=256,
-            per_device_train_batch_size=8,
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            bf16=gpu,
+            dataloader_pin_memory=gpu,
+            **quiet,
         ),
         train_dataset=data,
         processing_class=tokenizer,
         peft_config=LoraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]),
         callbacks=[] if options.keep else [SSDTrainCallback(spill_dir=options.spill_dir)],
     )
+    trainer.remove_callback(PrinterCallback)  # prints all that is logged, rounded
     trainer.train()
 
 for entry in trainer.state.log_history:
     if "loss" in entry:
         print(f"step {entry['step']}: loss {entry['loss']!r}")
-    elif "ssdtrain/bytes_written" in entry:  # the last entry of a training
-        print(f"offloaded {entry['ssdtrain/blocks_offloaded']} blocks:", end=" ")
-        print(f"{entry['ssdtrain/bytes_written'] / 1e6:.1f} MB written")
-if options.keep:
-    print("offloaded nothing")
+said = "offloaded nothing"
+if not options.keep:  # what TRL's checkpointing, which is on by default, keeps
+    said = f"offloaded activations: {trainer.state.log_history[-1]['ssdtrain/bytes_written'] / 1e6:.1f} MB written"
+print(said)
