@@ -51,7 +51,6 @@ model = LlamaForCausalLM(LlamaConfig(vocab_size=512, max_position_embeddings=256
 
 quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
 gpu = torch.cuda.is_available()
-
 with tempfile.TemporaryDirectory() as output:
     trainer = SFTTrainer(
         model=model,

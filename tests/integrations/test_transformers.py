@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import struct
 import threading
 
 import pytest
@@ -350,6 +351,19 @@ class TestNothingOffloaded:
             trainer.train()
 
 
+def scalars(path):
+    """What a file of TensorBoard's says of each name: records of length, checksum, event and checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, values = path.read_bytes(), {}
+    while data:
+        [length] = struct.unpack_from("<Q", data)
+        for value in Event.FromString(data[12 : 12 + length]).summary.value:
+            values.setdefault(value.tag, []).append(value.simple_value)
+        data = data[12 + length + 4 :]
+    return values
+
+
 class TestMetrics:
     def test_history_has_plain_numbers_beside_each_loss(self, make_callback, tmp_path):
         trainer = trainer_of(gpt2(), tmp_path, make_callback())
@@ -390,6 +404,15 @@ class TestMetrics:
         assert len(steps) == 3
         assert all(type(logs["ssdtrain/bytes_written"]) is int for logs in steps)
         assert callback.stats.bytes_written > 0
+
+    def test_attach_brings_them_to_tensorboard(self, tmp_path):
+        trainer = trainer_of(gpt2(), tmp_path, report_to=["tensorboard"])
+        SSDTrainCallback.attach(trainer, spill_dir=tmp_path, **OPTIONS)
+        trainer.train()
+        [events] = tmp_path.rglob("events.out.tfevents.*")
+        written = scalars(events)["train/ssdtrain/bytes_written"]
+        assert len(written) == 3 + 1
+        assert 0 < written[0] < written[-1]
 
     def test_attach_finds_the_callback_that_is_there(self, make_callback, tmp_path):
         reporter, callback = Observer(), make_callback()
