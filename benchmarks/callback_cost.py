@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/callback_cost.py [--rounds N] [--steps N] [--at-most PERCENT] [--json FILE]
 
 Trains a GPT-2 of 4 layers with a threshold that no tensor reaches: the hooks enter and leave the offloader, every
-saved tensor is looked at and left where it is, and the metrics are logged at each step. Trainings with and without the
-callback alternate, so that whatever else the machine does meets both. A step is from the beginning of one to the
+saved tensor is looked at and left where it is, and the metrics are logged at each step. Trainings with and without it
+alternate, so that whatever else the machine does meets both. A step is from the beginning of one to the
 beginning of the next; the first ones of each training are left out. The ratio is the median over the rounds of that
 of the two medians.
 """

@@ -50,6 +50,18 @@ def llama(**options):
     )
 
 
+def lora():
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]
+    )
+    model = peft.get_peft_model(llama(), config)
+    model.enable_input_require_grads()
+    return model
+
+
 class Tokens(Dataset):
     """Sequences that are the same in every run."""
 

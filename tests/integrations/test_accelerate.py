@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import ssdtrain
 
-from .helpers import OPTIONS, Tokens, gpt2
+from .helpers import OPTIONS, Tokens, gpt2, lora
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +20,11 @@ def new_state():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(tmp_path, *, offloading, checkpointing=False, **options):
+def train(tmp_path, *, offloading, build=gpt2, checkpointing=False, **options):
     """Losses and weights of some steps, and the offloader's counters."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, **options)
-    model = gpt2()
+    model = build()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -57,13 +57,24 @@ def train(tmp_path, *, offloading, checkpointing=False, **options):
         {"mixed_precision": "bf16"},
         {"gradient_accumulation_steps": 2},
         {"mixed_precision": "bf16", "checkpointing": True},
+        {"mixed_precision": "bf16", "build": lora},
     ],
-    ids=["plain", "bf16", "accumulation", "bf16, checkpointing"],
+    ids=["plain", "bf16", "accumulation", "bf16, checkpointing", "bf16, LoRA"],
 )
 def test_the_same_training(tmp_path, options):
     losses_of_keep, kept, _ = train(tmp_path, offloading=False, **options)
     losses, weights, stats = train(tmp_path, offloading=True, **options)
     assert len(losses) == 4
+    assert losses == losses_of_keep
+    assert [name for name in kept if not same_bits(weights[name], kept[name])] == []
+    assert stats.bytes_written > 0
+
+
+# Warnings of torch's own, within its compiler.
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model(tmp_path):
+    losses_of_keep, kept, _ = train(tmp_path, offloading=False, dynamo_backend="aot_eager")
+    losses, weights, stats = train(tmp_path, offloading=True, dynamo_backend="aot_eager")
     assert losses == losses_of_keep
     assert [name for name in kept if not same_bits(weights[name], kept[name])] == []
     assert stats.bytes_written > 0

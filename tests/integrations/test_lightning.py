@@ -8,6 +8,7 @@ import pytest
 import torch
 from core.helpers import run_python, same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 with warnings.catch_warnings():
@@ -63,6 +64,14 @@ class Manual(Module):
             loss = super().training_step(batch, at)
             self.manual_backward(loss)
             self.optimizers().step()
+
+
+class Checkpointed(Module):
+    """Keeps the input of its layers and makes the rest again in backward."""
+
+    def loss(self, batch):
+        output = checkpoint(self.layers, batch[0].clone().requires_grad_(), use_reentrant=False)
+        return (output - batch[0].flip(1)).square().mean()
 
 
 class Memory(Logger):
@@ -125,8 +134,9 @@ class TestTheSameTraining:
             (Module, {"precision": "bf16-mixed"}),
             (Module, {"gradient_clip_val": 0.1}),
             (Manual, {}),
+            (Checkpointed, {}),
         ],
-        ids=["plain", "accumulation", "bf16", "clipping", "manual optimization"],
+        ids=["plain", "accumulation", "bf16", "clipping", "manual optimization", "checkpointing"],
     )
     def test_losses_and_weights(self, tmp_path, callback, build, options):
         theirs = fit(build(), tmp_path, **options)

@@ -24,6 +24,7 @@ from .helpers import (
     gpt2,
     hooks_of,
     llama,
+    lora,
     losses,
     trainer_of,
 )
@@ -111,6 +112,17 @@ class TestTheSameTraining:
     def test_lora_under_checkpointing_and_autocast(self, make_callback, tmp_path):
         self.check(make_callback, tmp_path, lora, bf16=True, **CHECKPOINTING)
 
+    def test_quantised_weights(self, make_callback, tmp_path):
+        self.check(make_callback, tmp_path, quantised)
+
+    def test_real_weights_that_autograd_saves_are_written_like_activations(self, make_callback, tmp_path):
+        again = self.check(make_callback, tmp_path, quantised)
+        saved = self.check(make_callback, tmp_path, lambda: quantised(saved=True))
+        more = (saved.blocks_offloaded + saved.blocks_forwarded) - (
+            again.blocks_offloaded + again.blocks_forwarded
+        )
+        assert more == 3 * 2 * 3  # steps, layers, maps
+
     def test_label_smoothing_outside_of_the_model(self, make_callback, tmp_path):
         self.check(make_callback, tmp_path, label_smoothing_factor=0.1)
 
@@ -118,15 +130,41 @@ class TestTheSameTraining:
         self.check(make_callback, tmp_path, lambda: llama().to(torch.bfloat16))
 
 
-def lora():
-    import peft
+class Dequantise(torch.autograd.Function):
+    """A linear map by int8 weights that makes the real ones twice, as bitsandbytes does."""
 
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=4, lora_dropout=0.1, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]
-    )
-    model = peft.get_peft_model(llama(), config)
-    model.enable_input_require_grads()
+    @staticmethod
+    def forward(ctx, x, weight, scale):
+        ctx.save_for_backward(weight, scale)
+        return x @ (weight * scale).t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, scale = ctx.saved_tensors
+        return gradient @ (weight * scale), None, None
+
+
+class Quantised(nn.Module):
+    """A frozen linear map in int8; `saved`: autograd saves the real weights, instead of making them again."""
+
+    def __init__(self, linear, *, saved):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self._saved = saved
+
+    def forward(self, x):
+        if self._saved:
+            return nn.functional.linear(x, self.weight * self.scale)
+        return Dequantise.apply(x, self.weight, self.scale)
+
+
+def quantised(*, saved=False):
+    model = llama()
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, Quantised(getattr(layer.mlp, name), saved=saved))
     return model
 
 
