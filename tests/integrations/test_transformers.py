@@ -115,12 +115,10 @@ class TestTheSameTraining:
     def test_quantised_weights(self, make_callback, tmp_path):
         self.check(make_callback, tmp_path, quantised)
 
-    def test_real_weights_that_autograd_saves_are_written_like_activations(self, make_callback, tmp_path):
+    def test_real_weights_that_autograd_saves_are_offloaded_like_activations(self, make_callback, tmp_path):
         again = self.check(make_callback, tmp_path, quantised)
         saved = self.check(make_callback, tmp_path, lambda: quantised(saved=True))
-        more = (saved.blocks_offloaded + saved.blocks_forwarded) - (
-            again.blocks_offloaded + again.blocks_forwarded
-        )
+        more = (saved.tensors_packed - saved.tensors_exempt) - (again.tensors_packed - again.tensors_exempt)
         assert more == 3 * 2 * 3  # steps, layers, maps
 
     def test_label_smoothing_outside_of_the_model(self, make_callback, tmp_path):
@@ -567,3 +565,17 @@ class TestCompile:
         assert losses(trainer) == losses(plain)
         assert_same_training(trainer, plain)
         assert callback.stats.bytes_written > 0
+
+    def test_fullgraph_is_refused_by_the_compiler(self, make_callback, tmp_path):
+        class FullGraph(Trainer):
+            def compute_loss(self, model, inputs, **kwargs):
+                return torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss
+
+        callback = make_callback()
+        trainer = trainer_of(gpt2(), tmp_path, callback, trainer=FullGraph)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            trainer.train()
+        # No context is left.
+        packed = callback.stats.tensors_packed
+        torch.randn(4, requires_grad=True).exp().sum().backward()
+        assert callback.stats.tensors_packed == packed
