@@ -20,7 +20,7 @@ with warnings.catch_warnings():
 import ssdtrain
 from ssdtrain.integrations.lightning import SSDTrainCallback
 
-from .helpers import OPTIONS
+from .helpers import OPTIONS, context
 
 # Advice about loaders, and what Lightning calls in torch under older names.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -195,10 +195,8 @@ class TestFromBeginToEnd:
         with pytest.raises((ValueError, SystemExit)):
             fit(module, tmp_path, callback)
         assert "training_step" not in vars(module)
-        packed = callback.stats.tensors_packed
-        assert packed > 0
-        torch.randn(4, requires_grad=True).exp().sum().backward()
-        assert callback.stats.tensors_packed == packed
+        assert callback.stats.tensors_packed > 0
+        assert context() is None
 
     def test_an_unknown_option_is_named_at_once(self):
         with pytest.raises(ssdtrain.ConfigError, match="did you mean spill_dir"):
