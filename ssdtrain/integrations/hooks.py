@@ -30,7 +30,7 @@ class ForwardHooks:
     reference models save nothing. Passes may nest, and threads may run their own.
 
     torch runs `always_call` hooks for every `Exception`, but not for `KeyboardInterrupt`: what that leaves entered is
-    left in `install` and in `remove`.
+    left in `remove`.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class ForwardHooks:
         return type(self), ()
 
     def install(self, module: nn.Module, offload: OffloadActivations) -> None:
-        """Begin with the next forward pass; an earlier installation ends."""
-        self.remove()
+        """Begin with the next forward pass."""
+        assert not self._handles, "an earlier installation has not been removed"
         self._offload = offload
         # First of all hooks, so that an error in another one finds this one entered, as `_after` expects.
         before = module.register_forward_pre_hook(self._before, prepend=True)
