@@ -55,6 +55,17 @@ def test_hook_cost_prints_a_row_for_each_kind_and_number_of_blocks(tmp_path):
     assert all(row["pack"] > 0 and row["unpack"] > 0 for row in rows)
 
 
+def test_callback_cost_prints_what_it_costs(tmp_path):
+    result = tmp_path / "result.json"
+    tiny = ["--rounds", "1", "--steps", "1", "--width", "32", "--length", "32", "--json", str(result)]
+    done = run("benchmarks/callback_cost.py", *tiny)
+    assert done.returncode == 0, done.stderr
+    assert "the callback costs" in done.stdout
+    document = json.loads(result.read_text())
+    assert len(document["ratios"]) == 1
+    assert document["ratios"][0] > 0
+
+
 @pytest.mark.parametrize(
     "options", [[], ["--random-shapes", "--faults"]], ids=["plain", "random shapes, faults"]
 )

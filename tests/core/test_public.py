@@ -51,10 +51,12 @@ def test_import_brings_torch_and_nothing_else_of_weight():
         import sys, torch
         before = set(sys.modules)
         import ssdtrain
-        heavy = {"kvikio", "nvidia", "transformers", "jsonargparse", "yaml", "rich", "tokenizers", "xxhash", "numpy"}
+        heavy = {"kvikio", "nvidia", "transformers", "jsonargparse", "yaml", "rich", "tokenizers", "xxhash", "numpy",
+                 "accelerate", "trl", "lightning", "pytorch_lightning"}
         new = set(sys.modules) - before
         print(*sorted({name.split(".")[0] for name in new} & heavy))
-        print(*sorted(name for name in new if name.startswith(("torch._dynamo", "ssdtrain.launch"))))
+        later = ("torch._dynamo", "ssdtrain.launch", "ssdtrain.integrations")
+        print(*sorted(name for name in new if name.startswith(later)))
         print(torch.cuda.is_initialized())
     """
     assert run_python(code).stdout.split("\n")[:3] == ["", "", "False"]
