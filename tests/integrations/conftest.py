@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo
 
 from ssdtrain.integrations.transformers import SSDTrainCallback
 
@@ -25,3 +26,11 @@ def make_callback(tmp_path):
         return SSDTrainCallback(spill_dir=tmp_path, **OPTIONS | options)
 
     return make
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Dynamo remembers code that it could not compile, and leaves it alone from then on."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

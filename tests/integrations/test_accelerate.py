@@ -72,6 +72,7 @@ def test_the_same_training(tmp_path, options):
 
 # Warnings of torch's own, within its compiler.
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_model(tmp_path):
     losses_of_keep, kept, _ = train(tmp_path, offloading=False, dynamo_backend="aot_eager")
     losses, weights, stats = train(tmp_path, offloading=True, dynamo_backend="aot_eager")

@@ -145,6 +145,7 @@ class TestTheSameTraining:
         assert callback.stats.bytes_written > 0
         assert callback.stats.live_blocks == 0
 
+    @pytest.mark.usefixtures("fresh_compiler")
     def test_a_compiled_module(self, tmp_path, callback):
         def compiled(*callbacks):
             module = Module()

@@ -562,6 +562,7 @@ class TestForwardPasses:
 
 # Warnings of torch's own, within its compiler.
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompile:
     def test_a_compiled_model(self, make_callback, tmp_path):
         options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
