@@ -1,0 +1,218 @@
+"""What each rank does: train a small model with and without offloading, and tell what came of it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import ssdtrain
+from ssdtrain.launch.memory import PeakMemory, resident_bytes, tune_heap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+WIDTH = 64
+ROWS = 96  # a size that no weight has
+LAYERS = 3
+
+
+class Run(NamedTuple):
+    """One training run of one rank."""
+
+    losses: list[float]
+    weights: list[torch.Tensor]
+    bytes_written: list[int]
+    hits: int = 0
+    misses: int = 0
+
+
+class Layer(nn.Module):
+    """A feed-forward layer, whose parts have the names that tensor parallelism is told of."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Unused(Layer):
+    """Has a parameter that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+
+def layers(layer: Callable[[], nn.Module] = Layer) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer() for _ in range(LAYERS)))
+
+
+def offloader(model: nn.Module | None, folder: Path, **options: Any) -> ssdtrain.OffloadActivations:
+    defaults = {"min_tensor_bytes": "4KiB", "min_free_bytes": 0, "on_full_queue": "wait"}
+    return ssdtrain.OffloadActivations(model, spill_dir=folder, **(defaults | options))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def loop(
+    wrap: Callable[[nn.Module], nn.Module],
+    folder: Path,
+    *,
+    offloading: bool,
+    steps: int = 3,
+    accumulate: int = 1,
+    layer: Callable[[], nn.Module] = Layer,
+    in_bfloat16: bool = False,
+    know_model: bool = True,
+) -> Run:
+    model = wrap(layers(layer))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = offloader(model if know_model else None, folder) if offloading else None
+    losses, written = [], []
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        for number in range(accumulate):
+            batch = torch.randn(ROWS, WIDTH, generator=data)
+            more = number + 1 < accumulate
+            with model.no_sync() if more else nullcontext():
+                with offload or nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+                    loss = model(batch).float().square().mean()
+                if offload:
+                    offload.synchronize()  # all that is offloaded is written, so that the bytes are always the same
+                    written.append(offload.stats.bytes_written - sum(written))
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [whole(weight) for weight in model.parameters()]
+    if offload:
+        offload.close()
+    return Run(losses, weights, written)
+
+
+def both(wrap: Callable[[nn.Module], nn.Module], folder: Path, **options: Any) -> tuple[Run, Run, Run]:
+    """Without offloading, with it, and with it on one process alone."""
+    alone = {name: value for name, value in options.items() if name in {"layer", "in_bfloat16"}}
+    return (
+        loop(wrap, folder, offloading=False, **options),
+        loop(wrap, folder, offloading=True, **options),
+        loop(lambda model: model, folder, offloading=True, steps=1, **alone),
+    )
+
+
+def fsdp2(folder: Path, reshard: bool | int, policy: MixedPrecisionPolicy | None, know_model: bool) -> Any:
+    def wrap(model: nn.Sequential) -> nn.Module:
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=reshard, mp_policy=policy or MixedPrecisionPolicy())
+        return fully_shard(model, reshard_after_forward=reshard, mp_policy=policy or MixedPrecisionPolicy())
+
+    return both(wrap, folder, steps=20, know_model=know_model)
+
+
+def fsdp1(folder: Path, use_orig_params: bool, know_model: bool) -> Any:
+    def wrap(model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Layer}),
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+        )
+
+    return both(wrap, folder, steps=5, know_model=know_model)
+
+
+def ddp(folder: Path, way: str) -> Any:
+    options: dict[str, Any] = {
+        "buckets": {"bucket_cap_mb": 0.03},
+        "no_sync": {},
+        "unused": {"find_unused_parameters": True},
+        "static_graph": {"static_graph": True},
+        "bfloat16": {},
+    }[way]
+    return both(
+        partial(DistributedDataParallel, **options),
+        folder,
+        accumulate=3 if way == "no_sync" else 1,
+        layer=Unused if way == "unused" else Layer,
+        in_bfloat16=way == "bfloat16",
+    )
+
+
+def tensor_parallel(folder: Path) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def wrap(model: nn.Sequential) -> nn.Module:
+        for layer in model:
+            parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+
+    return both(wrap, folder)
+
+
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
+MICRO_BATCHES = 4
+
+
+def pipeline(folder: Path, name: str, around: str | None, steps: int, width: int, rows: int, depth: int) -> Any:
+    """Train stages in a schedule, with the offloader around each forward, around the step, or nowhere."""
+    tune_heap("offload")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    chunks = 2 if name == "interleaved" else 1
+    torch.manual_seed(rank)
+    modules = [nn.Sequential(*(Layer(width) for _ in range(depth))) for _ in range(chunks)]
+    model = nn.ModuleList(modules)
+    options = {"store_queue_bytes": "4MiB", "prefetch_bytes": "4MiB"}
+    offload = offloader(model, folder, **options) if around else None
+    if offload and around == "forward":
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: offload.__enter__() and None)
+            module.register_forward_hook(lambda *_: offload.__exit__(None, None, None), always_call=True)
+    device = torch.device("cpu")
+    stages = [
+        pipelining.PipelineStage(module, rank + chunk * ranks, ranks * chunks, device)
+        for chunk, module in enumerate(modules)
+    ]
+    schedule = SCHEDULES[name](
+        stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=lambda out, _target: out.square().mean()
+    )
+    data = torch.Generator().manual_seed(5)
+    peak = before = stats = None
+    for step in range(steps):
+        batch = torch.randn(rows * MICRO_BATCHES, width, generator=data)
+        if step == steps - 1:
+            before, static, peak = offload and offload.stats, resident_bytes(), PeakMemory()
+        with offload if around == "step" else nullcontext():
+            inputs = (batch,) if rank == 0 else ()
+            schedule.step(*inputs, **({"target": batch} if rank == ranks - 1 else {}))
+    grown = peak.bytes() - static
+    gradients = [weight.grad.clone() for weight in model.parameters()]
+    if offload:
+        stats = offload.stats
+        offload.close()
+    hits = stats.prefetch_hits - before.prefetch_hits if stats else 0
+    misses = stats.prefetch_misses - before.prefetch_misses if stats else 0
+    return gradients, stats and stats.bytes_written, grown, hits, misses
