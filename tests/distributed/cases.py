@@ -200,11 +200,14 @@ def pipeline(folder: Path, name: str, around: str | None, steps: int, width: int
         stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=lambda out, _target: out.square().mean()
     )
     data = torch.Generator().manual_seed(5)
-    peak = before = stats = None
+    before = stats = None
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)  # there from the start: they are no activations
+    static, peak = resident_bytes(), PeakMemory()
     for step in range(steps):
         batch = torch.randn(rows * MICRO_BATCHES, width, generator=data)
         if step == steps - 1:
-            before, static, peak = offload and offload.stats, resident_bytes(), PeakMemory()
+            before = offload and offload.stats
         with offload if around == "step" else nullcontext():
             inputs = (batch,) if rank == 0 else ()
             schedule.step(*inputs, **({"target": batch} if rank == ranks - 1 else {}))
