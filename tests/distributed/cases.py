@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ssdtrain
-from ssdtrain.launch.memory import PeakMemory, resident_bytes, tune_heap
+from ssdtrain.saved import ModelStorages
+from tests.distributed.live import LiveBytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,6 +131,25 @@ def fsdp2(folder: Path, reshard: bool | int, policy: MixedPrecisionPolicy | None
     return both(wrap, folder, steps=20, know_model=know_model)
 
 
+def fsdp2_unrecognised(folder: Path) -> tuple[Run, Run]:
+    """The counterproof: gathered weights are taken for activations."""
+    alone = loop(lambda model: model, folder, offloading=True, steps=1)
+    with patch.object(ModelStorages, "owns", return_value=False):
+        return loop(fully_shard, folder, offloading=True, steps=1), alone
+
+
+def fsdp2_over_tensor_parallel(folder: Path) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def wrap(model: nn.Sequential) -> nn.Module:
+        for layer in model:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(layer, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    return both(wrap, folder)
+
+
 def fsdp1(folder: Path, use_orig_params: bool, know_model: bool) -> Any:
     def wrap(model: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(
@@ -177,16 +198,36 @@ SCHEDULES = {
 MICRO_BATCHES = 4
 
 
-def pipeline(folder: Path, name: str, around: str | None, steps: int, width: int, rows: int, depth: int) -> Any:
-    """Train stages in a schedule, with the offloader around each forward, around the step, or nowhere."""
-    tune_heap("offload")
+BUDGET = 2 << 20  # of the store queue, and of reading ahead
+
+
+class PipelineRun(NamedTuple):
+    """One training run of one rank's stages."""
+
+    gradients: list[torch.Tensor]
+    bytes_written: int
+    peak: int
+    """Most bytes of activations alive in the last step, what is read ahead included."""
+    hits: int
+    misses: int
+    """Both of the last step."""
+
+
+def pipeline(folder: Path, name: str) -> list[PipelineRun]:
+    """Without offloading, with it around each forward, and with it around each step."""
+    return [_pipeline(folder, name, around) for around in (None, "forward", "step")]
+
+
+def _pipeline(folder: Path, name: str, around: str | None, width: int = 256, rows: int = 512) -> PipelineRun:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks = 2 if name == "interleaved" else 1
     torch.manual_seed(rank)
-    modules = [nn.Sequential(*(Layer(width) for _ in range(depth))) for _ in range(chunks)]
+    modules = [nn.Sequential(*(Layer(width) for _ in range(8 // chunks))) for _ in range(chunks)]
     model = nn.ModuleList(modules)
-    options = {"store_queue_bytes": "4MiB", "prefetch_bytes": "4MiB"}
-    offload = offloader(model, folder, **options) if around else None
+    offload = offloader(model, folder, store_queue_bytes=BUDGET, prefetch_bytes=BUDGET) if around else None
+    live = LiveBytes(model)
+    if offload:
+        live.watch(offload)
     if offload and around == "forward":
         for module in modules:
             module.register_forward_pre_hook(lambda *_: offload.__enter__() and None)
@@ -197,25 +238,27 @@ def pipeline(folder: Path, name: str, around: str | None, steps: int, width: int
         for chunk, module in enumerate(modules)
     ]
     schedule = SCHEDULES[name](
-        stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=lambda out, _target: out.square().mean()
+        stages if chunks > 1 else stages[0],
+        MICRO_BATCHES,
+        loss_fn=lambda out, _target: out.square().mean(),
+        scale_grads=False,  # would count as activations
     )
     data = torch.Generator().manual_seed(5)
-    before = stats = None
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)  # there from the start: they are no activations
-    static, peak = resident_bytes(), PeakMemory()
-    for step in range(steps):
+    before = ssdtrain.OffloadStats()
+    for _ in range(2):
         batch = torch.randn(rows * MICRO_BATCHES, width, generator=data)
-        if step == steps - 1:
-            before = offload and offload.stats
-        with offload if around == "step" else nullcontext():
+        live.peak = 0
+        before = offload.stats if offload else before
+        with offload if offload and around == "step" else nullcontext(), live:
             inputs = (batch,) if rank == 0 else ()
             schedule.step(*inputs, **({"target": batch} if rank == ranks - 1 else {}))
-    grown = peak.bytes() - static
-    gradients = [weight.grad.clone() for weight in model.parameters()]
+    after = offload.stats if offload else before
     if offload:
-        stats = offload.stats
         offload.close()
-    hits = stats.prefetch_hits - before.prefetch_hits if stats else 0
-    misses = stats.prefetch_misses - before.prefetch_misses if stats else 0
-    return gradients, stats and stats.bytes_written, grown, hits, misses
+    return PipelineRun(
+        [weight.grad.clone() for weight in model.parameters()],
+        after.bytes_written,
+        live.peak + (BUDGET if offload else 0),
+        after.prefetch_hits - before.prefetch_hits,
+        after.prefetch_misses - before.prefetch_misses,
+    )
