@@ -12,6 +12,7 @@ from ssdtrain.errors import ConfigError, SSDTrainError
 from ssdtrain.storage.base import PAGE, DeviceBuffer, DeviceStore, Edges, Extent, HostBuffer, SpillStore
 from ssdtrain.storage.direct import DirectStore
 from ssdtrain.storage.host import HostStore
+from ssdtrain.storage.sharing import directories_of_rank, local_ranks
 from ssdtrain.storage.stripe import StripeStore
 from ssdtrain.storage.tier import TieredStore
 from ssdtrain.storage.verify import VerifyingStore
@@ -82,8 +83,8 @@ def _with_host_memory(below: SpillStore, max_bytes: int) -> SpillStore:
 
 
 def _open_directories(config: OffloadConfig) -> SpillStore:
-    directories = config.directories
-    _refuse_duplicates(directories)
+    _refuse_duplicates(config.directories)
+    directories = directories_of_rank(config.directories)
     quota = _quota(config)
     stores: list[SpillStore] = []
     try:
@@ -105,7 +106,7 @@ def _open_directories(config: OffloadConfig) -> SpillStore:
 
 
 def _quota(config: OffloadConfig) -> int | None:
-    return None if config.max_spill_bytes is None else in_bytes(config.max_spill_bytes)
+    return None if config.max_spill_bytes is None else in_bytes(config.max_spill_bytes) // local_ranks()
 
 
 def _refuse_duplicates(directories: tuple[Path, ...]) -> None:
