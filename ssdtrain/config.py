@@ -90,7 +90,7 @@ class OffloadConfig:
     None: bounded by the disk alone."""
 
     host_memory_bytes: int | str = 0
-    """Host memory of each process, pinned, that blocks of an accelerator stay in before the SSD; 0: none. With backend "host", most
+    """Host memory, pinned, that blocks of an accelerator stay in before the SSD; 0: none. With backend "host", most
     bytes of it."""
 
     min_free_bytes: int | str = "1GiB"

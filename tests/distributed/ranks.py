@@ -7,7 +7,6 @@ import os
 import pickle
 import traceback
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SECONDS = 90
 
@@ -53,7 +53,9 @@ def _result(folder: Path, rank: int, exit_code: int | None) -> tuple[bool, Any]:
 
 def _rank(function: Callable[..., Any], folder: Path, rank: int, ranks: int, arguments: tuple) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks)
+    )
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # Found by a file: no port is chosen that another process could take.
@@ -62,7 +64,7 @@ def _rank(function: Callable[..., Any], folder: Path, rank: int, ranks: int, arg
     try:
         result = True, function(folder, *arguments)
         dist.barrier()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the test raises it
         result = False, f"rank {rank}: {traceback.format_exc()}"
     (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
     if result[0]:
