@@ -56,8 +56,8 @@ class StepRecord:
 class RunResult:
     """A run in numbers, as they go into the JSON file. Sizes are bytes, times seconds.
 
-    Everything but `losses` and `warmup_step_seconds` is of the steps after warm-up. Of several ranks, losses and tokens
-    are those of all; times, memory and traffic those of the first.
+    Everything but `losses` and `warmup_step_seconds` is of the steps after warm-up. Of several ranks,
+    losses and tokens are those of all; times, memory and traffic those of the first.
     """
 
     mode: str

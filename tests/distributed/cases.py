@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ssdtrain
 from ssdtrain.saved import ModelStorages
+from ssdtrain.storage import DirectStore
 from tests.distributed.live import LiveBytes
 
 if TYPE_CHECKING:
@@ -188,6 +193,64 @@ def tensor_parallel(folder: Path) -> Any:
         return model
 
     return both(wrap, folder)
+
+
+def one_fails(folder: Path) -> float:
+    """The last rank meets a broken read in backward; the others are in a collective with it."""
+    model = fully_shard(layers())
+    offload = offloader(model, folder)
+    with offload:
+        loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+    offload.synchronize()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        offload.close()  # what was on disk is lost
+    loss.backward()
+    return loss.item()
+
+
+def dies_in(_folder: Path, folder: Path) -> None:
+    """Die as the kernel kills: with blocks on disk and nothing closed."""
+    offload = offloader(None, folder)
+    with offload:
+        loss = layers()(torch.randn(ROWS, WIDTH)).square().mean()
+    offload.synchronize()
+    assert offload.stats.live_bytes_on_disk > 0
+    assert loss.requires_grad
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resized_under_write(folder: Path) -> tuple[int, bool]:
+    """A storage is emptied and refilled with other bytes, as FSDP does, while its write is under way."""
+    offload = offloader(None, folder)
+    began, resized = threading.Event(), threading.Event()
+    write = DirectStore.write
+
+    def slow_write(*arguments: Any) -> None:
+        began.set()
+        assert resized.wait(30)
+        write(*arguments)
+
+    weight = torch.ones(ROWS, ROWS)
+    x = torch.ones(ROWS, ROWS, requires_grad=True)
+    memory = weight.untyped_storage()
+    nbytes = memory.nbytes()
+    with patch.object(DirectStore, "write", slow_write), pytest.warns(UserWarning, match="resized"):
+        with offload:
+            y = x * weight
+        assert began.wait(30)
+        other = torch.empty(0)
+        memory.resize_(0)
+        other = torch.full((ROWS, ROWS), 7.0)  # takes the freed memory, where the allocator gives it again
+        memory.resize_(nbytes)
+        with torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.fill_(1)
+        resized.set()
+        offload.synchronize()
+        written = offload.stats.blocks_offloaded
+        y.sum().backward()
+    offload.close()
+    assert other is not None
+    return written, torch.equal(x.grad, torch.ones(ROWS, ROWS))
 
 
 SCHEDULES = {
