@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -234,22 +234,21 @@ def resized_under_write(folder: Path) -> tuple[int, bool]:
     x = torch.ones(ROWS, ROWS, requires_grad=True)
     memory = weight.untyped_storage()
     nbytes = memory.nbytes()
-    with patch.object(DirectStore, "write", slow_write), pytest.warns(UserWarning, match="resized"):
+    with patch.object(DirectStore, "write", slow_write), warnings.catch_warnings(action="ignore"):
         with offload:
             y = x * weight
         assert began.wait(30)
-        other = torch.empty(0)
         memory.resize_(0)
-        other = torch.full((ROWS, ROWS), 7.0)  # takes the freed memory, where the allocator gives it again
+        taken = torch.full((ROWS, ROWS), 7.0)  # the memory that was freed, so that it comes back elsewhere
         memory.resize_(nbytes)
         with torch.autograd._unsafe_preserve_version_counter(weight):
             weight.fill_(1)
         resized.set()
         offload.synchronize()
         written = offload.stats.blocks_offloaded
+        del taken
         y.sum().backward()
     offload.close()
-    assert other is not None
     return written, torch.equal(x.grad, torch.ones(ROWS, ROWS))
 
 

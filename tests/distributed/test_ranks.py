@@ -27,7 +27,7 @@ def test_killed_ranks_leave_nothing_and_the_next_ones_start_clean(ranks, tmp_pat
         assert offloaded.losses == keep.losses
 
 
-def test_storage_resized_while_it_is_written_is_not_let_go(ranks):
+def test_storage_resized_while_it_is_written_stays_in_memory(ranks):
     for written, right in ranks(cases.resized_under_write):
         assert written == 0
         assert right
