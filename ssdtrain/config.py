@@ -75,7 +75,8 @@ class OffloadConfig:
 
     spill_dir: Paths | None = None
     """One directory on an SSD, or several, over which blocks are spread so that their bandwidths add up.
-    None: `$SSDTRAIN_SPILL_DIR` (several separated by ":"), else /var/tmp."""
+    None: `$SSDTRAIN_SPILL_DIR` (several separated by ":"), else /var/tmp.
+    Under torchrun the ranks of a machine divide the list among them; see docs/distributed.md."""
 
     backend: str = "auto"
     """"auto": GPUDirect Storage where there is a GPU, kvikio, and a trial succeeds; else O_DIRECT where the directory
@@ -86,7 +87,8 @@ class OffloadConfig:
     """Storages smaller than this stay in memory."""
 
     max_spill_bytes: int | str | None = None
-    """Most bytes on disk at one time, shared evenly by the directories; None: bounded by the disk alone."""
+    """Most bytes on disk at one time, shared evenly by the ranks of the machine, and by each rank's directories;
+    None: bounded by the disk alone."""
 
     host_memory_bytes: int | str = 0
     """Host memory, pinned, that blocks of an accelerator stay in before the SSD; 0: none. With backend "host", most

@@ -166,7 +166,9 @@ class _Session:
         if self._closed:
             raise SSDTrainError("this OffloadActivations is closed; make a new one")
         self._weights.refresh()
-        self._thread.forward_pass = None
+        # Micro-batches whose backward is yet to come are one pass: backward of one then reads ahead into the next.
+        if self._thread.forward_pass is not None:
+            self._thread.forward_pass.share_no_more()
 
     def end(self) -> None:
         if os.getpid() == self._pid:  # a forked child ends the forward pass that it was born in, too

@@ -21,9 +21,12 @@ _WORN_OUT = 4096
 
 
 class Pass:
-    """The blocks of one forward pass, in the order in which they were packed. Guarded by the engine's lock.
+    """The blocks of one or more forwards before any backward, as they were packed. Guarded by the engine's lock.
 
-    Saved tensors share a block only within a pass. Between passes, memory may change in ways that no version
+    Several forwards are one pass where backward waits for all of them, as with the micro-batches of a pipeline: then
+    the order that is learnt leads from one micro-batch to the next.
+
+    Saved tensors share a block only within a forward. Between forwards, memory may change in ways that no version
     tells: through an optimizer's or gradcheck's `.data`, or as running statistics.
 
     Args:
@@ -62,6 +65,10 @@ class Pass:
         self.live += 1
         self.signature = hash((self.signature, block.span.nbytes))
         return len(self._blocks) - 1
+
+    def share_no_more(self) -> None:
+        """Another forward begins: it shares no block of those before. Called on the thread that packs."""
+        self._of_storage.clear()
 
     @property
     def begun_backward(self) -> bool:

@@ -167,8 +167,11 @@ def _train(arguments: list[str]) -> int:
 
 def _run(config: LaunchConfig, options: argparse.Namespace) -> int:
     # Everything that can be refused is refused here, before a tokenizer or a model is made.
-    from ssdtrain.launch import data, model, report, train
+    from ssdtrain.launch import data, model, parallel, report, train
 
+    parallel.check_parallel(config.parallel, compare=options.compare)
+    started = parallel.ranks_started()
+    reports = started is None or started.rank == 0
     if options.json is not None:
         report.check_json_path(options.json)
     data.find_files(config.data)
@@ -180,12 +183,12 @@ def _run(config: LaunchConfig, options: argparse.Namespace) -> int:
     from ssdtrain.launch import compare
     from ssdtrain.launch.progress import Progress, make_console
 
-    console = make_console()
+    console = make_console(quiet=not reports)
     if options.compare:
         runs = compare.compare(config, options.rounds or 1, console)
     else:
         runs = [train.train(config, Progress(config, console, brief=options.part_of_comparison))]
-    if options.json is not None:
+    if options.json is not None and reports:
         report.write_json(options.json, config, runs)
     if not options.part_of_comparison:
         console.print(report.result_table(runs))

@@ -11,10 +11,24 @@ from typing import Any, Literal, get_args
 from ssdtrain.config import OffloadConfig, in_bytes, parse_size
 from ssdtrain.errors import ConfigError
 
-__all__ = ["MODES", "SECTIONS", "DataConfig", "LaunchConfig", "Mode", "ModelConfig", "TrainConfig"]
+__all__ = [
+    "CHOICES",
+    "MODES",
+    "SECTIONS",
+    "DataConfig",
+    "LaunchConfig",
+    "Mode",
+    "ModelConfig",
+    "Parallel",
+    "TrainConfig",
+]
 
 Mode = Literal["keep", "recompute", "offload"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+Parallel = Literal["none", "ddp", "fsdp"]
+
+# The keys beside the sections.
+CHOICES: dict[str, Any] = {"mode": Mode, "parallel": Parallel}
 
 # A byte-level vocabulary holds all 256 bytes and the three special tokens of data.py.
 MIN_VOCABULARY = 259
@@ -121,7 +135,7 @@ class TrainConfig:
     makes its state and offloading learns the order of the backward pass."""
 
     batch_size: int = 8
-    """Sequences in each step."""
+    """Sequences in each step, of each rank."""
 
     learning_rate: float = 3e-4
     """Of AdamW, constant."""
@@ -157,6 +171,8 @@ class LaunchConfig:
     """A whole config file."""
 
     mode: Mode
+    parallel: Parallel = "none"
+    """How the ranks that torchrun starts share the work: "ddp" or "fsdp" (FSDP2); "none" in a single process."""
     model: ModelConfig
     data: DataConfig
     train: TrainConfig

@@ -212,14 +212,23 @@ def _check_length(count: int, config: LaunchConfig) -> None:
         )
 
 
-def batches(tokens: Tensor, config: LaunchConfig) -> Iterator[dict[str, Tensor]]:
-    """Endless batches of random windows, as keyword arguments of the model; the seed alone decides them."""
+def batches(
+    tokens: Tensor, config: LaunchConfig, rank: int = 0, ranks: int = 1
+) -> Iterator[dict[str, Tensor]]:
+    """Endless batches of random windows, as keyword arguments of the model; the seed alone decides them.
+
+    Args:
+        tokens: To cut the windows from.
+        config: Its sizes and seed.
+        rank: Which share of each step's windows.
+        ranks: How many shares there are.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(config.train.seed)
     length, size = config.model.sequence_length, config.train.batch_size
     while True:
-        starts = torch.randint(0, len(tokens) - length, (size,), generator=generator)
+        starts = torch.randint(0, len(tokens) - length, (size * ranks,), generator=generator)[rank::ranks]
         inputs = torch.stack([tokens[start : start + length] for start in starts.tolist()]).long()
         if config.model.kind == "bert":
             yield _masked(inputs, config.model.vocab_size, generator)

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ssdtrain.config import OffloadConfig
 from ssdtrain.errors import ConfigError
 from ssdtrain.launch.config import (
+    CHOICES,
     SECTIONS,
     DataConfig,
     LaunchConfig,
     Mode,
     ModelConfig,
+    Parallel,
     TrainConfig,
 )
 
@@ -79,6 +81,12 @@ def _parser() -> jsonargparse.ArgumentParser:
         default="offload",
         help="what becomes of activations between forward and backward",
     )
+    parser.add_argument(
+        "--parallel",
+        type=Parallel,
+        default="none",
+        help="how the ranks that torchrun starts share the work; none: a single process",
+    )
     for name, section in SECTIONS.items():
         parser.add_argument(f"--{name}", type=section)
     return parser
@@ -98,6 +106,7 @@ def _parse(path: Path, overrides: Sequence[str]) -> jsonargparse.Namespace:
 def _build(namespace: jsonargparse.Namespace) -> LaunchConfig:
     return LaunchConfig(
         mode=_not_null("mode", namespace["mode"], Mode),
+        parallel=_not_null("parallel", namespace["parallel"], Parallel),
         model=_section(ModelConfig, "model", namespace),
         data=_section(DataConfig, "data", namespace),
         train=_section(TrainConfig, "train", namespace),
@@ -138,12 +147,12 @@ def _check_file(path: Path) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
-        expected = ", ".join(["mode", *SECTIONS])
+        expected = ", ".join([*CHOICES, *SECTIONS])
         raise ConfigError(
             f"{path}: expected a mapping with the keys {expected}; it needs data.files at least"
         )
     for name, values in content.items():
-        if name == "mode":
+        if name in CHOICES:
             continue
         if name in SECTIONS and not isinstance(values, dict):
             raise ConfigError(f"{name}: expected a mapping of options below it in {path}, got {values!r}")
@@ -155,14 +164,14 @@ def _check_names(overrides: Sequence[str]) -> None:
     for argument in overrides:
         if argument.startswith("--"):
             name = argument[2:].partition("=")[0].removesuffix("+")
-            if name != "mode":
+            if name not in CHOICES:
                 _check_option(name)
 
 
 def _check_option(dotted: str) -> None:
     section, _, name = dotted.partition(".")
     if section not in SECTIONS:
-        raise ConfigError(f"{section}: no such key{closest(section, ['mode', *SECTIONS])}")
+        raise ConfigError(f"{section}: no such key{closest(section, [*CHOICES, *SECTIONS])}")
     known = [f"{section}.{field.name}" for field in dataclasses.fields(SECTIONS[section])]
     if dotted not in known and not dotted.startswith("model.overrides."):
         what = "no such option" if name else f"is a section; set one option of it: --{section}.option value"
@@ -176,7 +185,7 @@ def _one_line(message: str) -> str:
     if key is None or value is None:
         return message
     section, _, name = key[1].partition(".")
-    hint = typing.get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else Mode
+    hint = typing.get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else CHOICES.get(section)
     got = "null" if value[1] == "None" else value[1]
     return f"{key[1]}: expected {_describe(hint)}, got {got}" if hint else message
 

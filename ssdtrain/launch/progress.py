@@ -22,11 +22,15 @@ __all__ = ["Progress", "format_bytes", "make_console"]
 SECONDS_BETWEEN_LINES = 1.0
 
 
-def make_console() -> Console:
-    """Standard output; where it is no terminal, lines are as long as they need to be."""
+def make_console(*, quiet: bool = False) -> Console:
+    """Standard output; where it is no terminal, lines are as long as they need to be.
+
+    Args:
+        quiet: Say nothing.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
     if not console.is_terminal:
         console.width = 110
     return console

@@ -18,6 +18,7 @@ from ssdtrain.launch.data import batches, load_corpus
 from ssdtrain.launch.errors import RunError
 from ssdtrain.launch.memory import PeakMemory, resident_bytes, tune_heap
 from ssdtrain.launch.model import build_model, transformers_config
+from ssdtrain.launch.parallel import Ranks, first_rank_first, join, mean_over_ranks, wrap
 from ssdtrain.memory.heap import trim_heap
 from ssdtrain.stats import OffloadStats
 
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
     from torch.optim import Optimizer
-    from transformers import PreTrainedModel
 
     from ssdtrain import OffloadActivations
     from ssdtrain.launch.config import LaunchConfig
@@ -56,7 +56,8 @@ class StepRecord:
 class RunResult:
     """A run in numbers, as they go into the JSON file. Sizes are bytes, times seconds.
 
-    Everything but `losses` and `warmup_step_seconds` is of the steps after warm-up.
+    Everything but `losses` and `warmup_step_seconds` is of the steps after warm-up. Of several ranks,
+    losses and tokens are those of all; times, memory and traffic those of the first.
     """
 
     mode: str
@@ -124,24 +125,28 @@ def train(config: LaunchConfig, progress: Progress) -> RunResult:
     import torch
 
     tune_heap(config.mode)
-    corpus = load_corpus(config)
-    progress.corpus(corpus)
-    with _reproducible(config.train.seed):
-        model = build_model(transformers_config(config.model), config.mode)
+    with join(config.parallel) as ranks, _reproducible(config.train.seed):
+        with first_rank_first(ranks):
+            corpus = load_corpus(config)
+        progress.corpus(corpus)
+        # The same weights in every rank, and then other dropout in each.
+        model = wrap(build_model(transformers_config(config.model), config.mode), config.parallel)
+        if ranks.rank > 0:
+            torch.manual_seed(config.train.seed + ranks.rank)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
         )
         offload = _offload(model, config) if config.mode == "offload" else None
-        trainer = _Trainer(config=config, model=model, optimizer=optimizer, offload=offload)
+        trainer = _Trainer(config=config, model=model, ranks=ranks, optimizer=optimizer, offload=offload)
         progress.model(trainer.parameters)
         try:
-            return trainer.run(batches(corpus.tokens, config), progress)
+            return trainer.run(batches(corpus.tokens, config, *ranks), progress)
         finally:
             if offload is not None:
                 offload.close()
 
 
-def _offload(model: PreTrainedModel | None, config: LaunchConfig) -> OffloadActivations:
+def _offload(model: nn.Module | None, config: LaunchConfig) -> OffloadActivations:
     import ssdtrain
 
     try:
@@ -172,7 +177,8 @@ def _reproducible(seed: int) -> Iterator[None]:
 @dataclass(frozen=True, kw_only=True)
 class _Trainer:
     config: LaunchConfig
-    model: PreTrainedModel
+    model: nn.Module
+    ranks: Ranks
     optimizer: Optimizer
     offload: OffloadActivations | None
 
@@ -220,7 +226,7 @@ class _Trainer:
         seconds = time.perf_counter() - start
         after = self.stats
         return StepRecord(
-            loss=loss.item(),
+            loss=mean_over_ranks(loss.item(), self.ranks),
             seconds=seconds,
             bytes_on_disk=bytes_on_disk,
             bytes_written=after.bytes_written - before.bytes_written,
@@ -261,5 +267,7 @@ class _Trainer:
             store_failures=stats.store_failures,
             backend=stats.backend,
             parameters=self.parameters,
-            tokens_per_step=self.config.train.batch_size * self.config.model.sequence_length,
+            tokens_per_step=self.ranks.ranks
+            * self.config.train.batch_size
+            * self.config.model.sequence_length,
         )

@@ -14,6 +14,7 @@ from ssdtrain.storage.direct import DirectStore
 from ssdtrain.storage.gds import GdsStore, gds_extra, open_gds_store
 from ssdtrain.storage.host import HostStore
 from ssdtrain.storage.kvikio_setup import is_installed
+from ssdtrain.storage.sharing import directories_of_rank, local_ranks
 from ssdtrain.storage.stripe import StripeStore
 from ssdtrain.storage.tier import TieredStore
 from ssdtrain.storage.verify import VerifyingStore
@@ -85,8 +86,8 @@ def _with_host_memory(below: SpillStore, max_bytes: int) -> SpillStore:
 
 
 def _open_directories(config: OffloadConfig) -> SpillStore:
-    directories = config.directories
-    _refuse_duplicates(directories)
+    _refuse_duplicates(config.directories)
+    directories = directories_of_rank(config.directories)
     quota = _quota(config)
     limits: dict[str, Any] = {
         "max_bytes": None if quota is None else quota // len(directories),
@@ -123,7 +124,7 @@ def _wants_gds(config: OffloadConfig) -> bool:
 
 
 def _quota(config: OffloadConfig) -> int | None:
-    return None if config.max_spill_bytes is None else in_bytes(config.max_spill_bytes)
+    return None if config.max_spill_bytes is None else in_bytes(config.max_spill_bytes) // local_ranks()
 
 
 def _refuse_duplicates(directories: tuple[Path, ...]) -> None:

@@ -212,3 +212,18 @@ def test_another_backward_of_the_same_graph_expects_all_again(schedule):
         one.ask(at, TASK)
     one.ask(3, TASK + 1)
     assert expected(one, blocks) == [2, 1, 0]
+
+
+def test_forwards_that_wait_together_are_one_order_and_share_no_block(schedule):
+    one, blocks = forward(schedule, (1, 2))
+    first = blocks[0]
+    assert one.blocks_of(first.source, first.root_itself) == [first]
+    one.share_no_more()
+    assert one.blocks_of(first.source, first.root_itself) == []
+    blocks += [Block(1), Block(2)]
+    for block in blocks[2:]:
+        one.add(block)
+    ask_all(one, blocks, [1, 0, 3, 2])
+    again, more = forward(schedule, (1, 2, 1, 2))
+    again.ask(1, TASK)
+    assert expected(again, more) == [0, 3, 2]

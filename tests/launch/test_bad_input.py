@@ -110,7 +110,7 @@ OPTIONS = {
 }
 
 FILES = {
-    "nothing": ("", "expected a mapping with the keys mode, model, data, train, offload"),
+    "nothing": ("", "expected a mapping with the keys mode, parallel, model, data, train, offload"),
     "list": ("- model", "expected a mapping with the keys"),
     "syntax": ("model: {layers: 3\n", "bad.yaml, line 2: not valid YAML"),
     "null section": ("model:\n", "model: expected a mapping of options below it"),
