@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import warnings
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -25,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ssdtrain
 from ssdtrain.saved import ModelStorages
 from ssdtrain.storage import DirectStore
+from ssdtrain.testing import GatedStore, OffloadOver
 from tests.distributed.live import LiveBytes
 
 if TYPE_CHECKING:
@@ -324,3 +327,57 @@ def _pipeline(folder: Path, name: str, around: str | None, width: int = 256, row
         after.prefetch_hits - before.prefetch_hits,
         after.prefetch_misses - before.prefetch_misses,
     )
+
+
+def fsdp2_while_writing(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Gradients without and with offloading, where no write ends before FSDP has freed and refilled its weights."""
+
+    def gradients(offload: ssdtrain.OffloadActivations | None) -> list[torch.Tensor]:
+        model = layers()
+        for layer in (*model, model):
+            fully_shard(layer, reshard_after_forward=True)
+        with offload or nullcontext():
+            loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+        loss.backward()
+        return [whole(weight.grad) for weight in model.parameters()]
+
+    plain = gradients(None)
+    store = GatedStore(DirectStore(folder), hold=("write",))
+    offload = OffloadOver(store, min_tensor_bytes="4KiB")
+    offloaded = gradients(offload)
+    store.open("write")
+    offload.synchronize()
+    failures = offload.stats.store_failures
+    offload.close()
+    return plain, offloaded, failures
+
+
+def fsdp2_gathered(folder: Path, reshard: bool) -> list[int]:
+    """Bytes of gathered weights in memory between forward and backward, without an offloader and with one."""
+    held = []
+    for offloading in (False, True):
+        model = layers()
+        for layer in (*model, model):
+            fully_shard(layer, reshard_after_forward=reshard)
+        offload = offloader(model, folder) if offloading else None
+        weights: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+        def see(tensor: torch.Tensor, weights: dict[int, Any] = weights) -> torch.Tensor:
+            if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+                storage = tensor.untyped_storage()
+                weights[storage._cdata] = weakref.ref(storage)
+            return tensor
+
+        if offload is None:
+            context: Any = saved_tensors_hooks(see, lambda tensor: tensor)
+        else:
+            pack = offload.pack_hook
+            context, offload.pack_hook = offload, lambda tensor, pack=pack, see=see: pack(see(tensor))
+        with context:
+            loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+        assert weights
+        held.append(sum(storage.nbytes() for ref in weights.values() if (storage := ref()) is not None))
+        loss.backward()
+        if offload is not None:
+            offload.close()
+    return held

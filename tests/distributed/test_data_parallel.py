@@ -77,3 +77,16 @@ def test_fsdp2_over_tensor_parallel_layers_writes_no_weight(ranks):
         check_bits(keep, offloaded)
         plain = cases.ROWS * cases.WIDTH * 4
         assert set(offloaded.bytes_written) == {cases.LAYERS * plain + plain}
+
+
+def test_fsdp2_frees_and_refills_weights_while_writes_are_under_way(ranks):
+    for plain, offloaded, failures in ranks(cases.fsdp2_while_writing):
+        assert failures == 0
+        assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2_holds_no_more_gathered_weights_than_without_an_offloader(ranks, reshard):
+    for plain, offloaded in ranks(cases.fsdp2_gathered, reshard):
+        assert offloaded == plain
+        assert (plain == 0) == reshard
