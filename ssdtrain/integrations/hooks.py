@@ -46,9 +46,15 @@ class ForwardHooks:
         """Begin with the next forward pass."""
         assert not self._handles, "an earlier installation has not been removed"
         self._offload = offload
-        # First of all hooks, so that an error in another one finds this one entered, as `_after` expects.
-        before = module.register_forward_pre_hook(self._before, prepend=True)
-        self._handles = [before, module.register_forward_hook(self._after, always_call=True)]
+        # First of all hooks, so that an error in another one finds this one entered, as `_after` expects. But inside
+        # those of a training that raised and is still referred to, so that this offloader sees the saved tensors.
+        inside = any(
+            isinstance(getattr(hook, "__self__", None), ForwardHooks)
+            for hook in module._forward_pre_hooks.values()
+        )
+        before = module.register_forward_pre_hook(self._before, prepend=not inside)
+        after = module.register_forward_hook(self._after, prepend=inside, always_call=True)
+        self._handles = [before, after]
 
     def remove(self) -> None:
         """End. Idempotent."""

@@ -132,8 +132,11 @@ class _Step:
         return vars(self) | {"_offload": None}
 
     def remove(self) -> None:
+        """End, and take those off the module that have ended: another callback may have wrapped this one."""
+        self._offload = None
         own = vars(self._module)
-        if self._own is None:
-            own.pop("training_step", None)
-        else:
-            own["training_step"] = self._own
+        while isinstance(step := own.get("training_step"), _Step) and step._offload is None:
+            if step._own is None:
+                del own["training_step"]
+            else:
+                own["training_step"] = step._own

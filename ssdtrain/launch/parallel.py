@@ -27,9 +27,8 @@ class Ranks(NamedTuple):
 
 def ranks_started() -> Ranks | None:
     """What torchrun has told this process; None without it."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    return Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return Ranks(int(rank), int(ranks)) if rank.isdecimal() and ranks.isdecimal() else None
 
 
 def check_parallel(parallel: Parallel, *, compare: bool) -> None:
@@ -39,15 +38,17 @@ def check_parallel(parallel: Parallel, *, compare: bool) -> None:
         ConfigError: Ranks were asked for and none were started, or the other way round.
     """
     started = ranks_started()
-    if parallel != "none" and started is None:
-        raise ConfigError(
-            f"parallel: {parallel} is for ranks that torchrun starts, and it did not start this process; "
-            "use torchrun --nproc-per-node N -m ssdtrain train ..., or parallel: none"
-        )
     if parallel != "none" and compare:
         raise ConfigError(
             f"parallel: --compare runs one process after the other, and {parallel} needs several at once; "
             "run each --mode under torchrun"
+        )
+    # Schedulers set some of torchrun's variables as well; a process group needs all of them.
+    can_meet = "MASTER_ADDR" in os.environ and os.environ.get("MASTER_PORT", "").isdecimal()
+    if parallel != "none" and (started is None or not can_meet):
+        raise ConfigError(
+            f"parallel: {parallel} is for ranks that torchrun starts, and it did not start this process; "
+            "use torchrun --nproc-per-node N -m ssdtrain train ..., or parallel: none"
         )
     if parallel == "none" and started is not None and started.ranks > 1:
         raise ConfigError(

@@ -185,6 +185,11 @@ class TestFromBeginToEnd:
     def test_the_step_is_that_of_the_class_again(self, tmp_path, callback):
         assert "training_step" not in vars(fit(Module(), tmp_path, callback))
 
+    def test_of_two_callbacks_none_is_left_on_the_module(self, tmp_path, callback):
+        second = copy.copy(callback)
+        module = fit(Module(), tmp_path, callback, second)
+        assert "training_step" not in vars(module)
+
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
     def test_a_step_that_raises(self, tmp_path, callback, error):
         class Raises(Module):

@@ -314,6 +314,15 @@ class TestErrors:
         assert context() is None
         assert hooks_of(model) == 0
 
+    def test_the_same_model_in_a_new_trainer_after_one_that_raised(self, make_callback, tmp_path):
+        model, callback = gpt2(), make_callback()
+        raising = Raising(ValueError("a layer failed"), model.transformer.h[1])
+        first = trainer_of(model, tmp_path, make_callback(), raising)
+        with pytest.raises(ValueError, match="a layer failed"):
+            first.train()
+        trainer_of(model, tmp_path, callback).train()
+        assert callback.stats.bytes_written > 0
+
     def test_a_training_after_one_that_raised_is_the_same(self, make_callback, tmp_path):
         def train(*callbacks):
             model = gpt2()

@@ -13,6 +13,8 @@ from ssdtrain.launch.cli import main
 
 SECONDS = 100
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
 
 @pytest.fixture
 def torchrun(tiny, tmp_path):
@@ -47,6 +49,23 @@ def test_parallel_without_torchrun_is_refused(tiny, capsys, monkeypatch, paralle
     monkeypatch.delenv("RANK", raising=False)
     assert main(["train", str(tiny), "--parallel", parallel]) == 2
     assert f"parallel: {parallel} is for ranks that torchrun starts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_parallel_with_a_part_of_the_variables_of_torchrun_is_refused(tiny, capsys, monkeypatch, variable):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(variable)
+    assert main(["train", str(tiny), "--parallel", "ddp"]) == 2
+    assert "parallel: ddp is for ranks that torchrun starts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_variable_of_torchrun_that_is_no_number_is_refused(tiny, capsys, monkeypatch, variable):
+    for name, value in (TORCHRUN | {variable: "abc"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(tiny), "--parallel", "ddp"]) == 2
+    assert "parallel: ddp is for ranks that torchrun starts" in capsys.readouterr().err
 
 
 def test_ranks_without_parallel_are_refused(tiny, capsys, monkeypatch):
