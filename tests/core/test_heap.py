@@ -16,8 +16,9 @@ MIB = 1 << 20
 HOLES = """
 import ctypes, json, os, sys
 import torch
-import ssdtrain
 from ssdtrain.memory import heap
+from ssdtrain.storage import DirectStore
+from ssdtrain.testing import GatedStore, OffloadOver
 
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_trim"):
@@ -30,7 +31,8 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 heap._MOST_TIME = 1e9
-offload = ssdtrain.OffloadActivations(spill_dir=sys.argv[1], min_free_bytes=0, store_queue_bytes=1 << 30)
+store = GatedStore(DirectStore(sys.argv[1]), hold=("write",))
+offload = OffloadOver(store, store_queue_bytes=1 << 30)
 offload._session._transfers._cpu._heap = heap.HeapTrimmer(every=int(sys.argv[2]))
 before = resident()
 x = torch.zeros(1 << 20, requires_grad=True)  # 4 MiB
@@ -40,6 +42,7 @@ with offload:
     for _ in range(32):
         y = y.exp()
         pins.append(torch.ones(1 << 14))  # between two large ones: no free chunk becomes the heap's end
+    store.open("write")  # not before: what is freed in between would be used again
     offload.synchronize()
     z = x.exp()  # a block passes after the others were freed
 print(json.dumps(resident() - before))
