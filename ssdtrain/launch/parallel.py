@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,7 +60,11 @@ def check_parallel(parallel: Parallel, *, compare: bool) -> None:
 
 @contextlib.contextmanager
 def join(parallel: Parallel) -> Iterator[Ranks]:
-    """The process group, as long as the run lasts; one rank without any group for "none"."""
+    """The process group, as long as the run lasts; one rank without any group for "none".
+
+    What was wrapped in it must be gone before: DDP's reducer would let go of the group with the GIL held, and gloo's
+    destructor waits for a thread that may be waiting for the GIL.
+    """
     if parallel == "none":
         yield Ranks(0, 1)
         return
@@ -69,6 +74,7 @@ def join(parallel: Parallel) -> Iterator[Ranks]:
     try:
         yield Ranks(distributed.get_rank(), distributed.get_world_size())
     finally:
+        gc.collect()  # wrapped models are parts of cycles
         distributed.destroy_process_group()
 
 

@@ -122,28 +122,33 @@ def train(config: LaunchConfig, progress: Progress) -> RunResult:
         ConfigError: The data, the model or the spill directory cannot be used.
         RunError: The loss is no longer finite.
     """
-    import torch
-
     tune_heap(config.mode)
     with join(config.parallel) as ranks, _reproducible(config.train.seed):
-        with first_rank_first(ranks):
-            corpus = load_corpus(config)
-        progress.corpus(corpus)
-        # The same weights in every rank, and then other dropout in each.
-        model = wrap(build_model(transformers_config(config.model), config.mode), config.parallel)
-        if ranks.rank > 0:
-            torch.manual_seed(config.train.seed + ranks.rank)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
-        )
-        offload = _offload(model, config) if config.mode == "offload" else None
-        trainer = _Trainer(config=config, model=model, ranks=ranks, optimizer=optimizer, offload=offload)
-        progress.model(trainer.parameters)
-        try:
-            return trainer.run(batches(corpus.tokens, config, *ranks), progress)
-        finally:
-            if offload is not None:
-                offload.close()
+        return _train(config, progress, ranks)
+
+
+def _train(config: LaunchConfig, progress: Progress, ranks: Ranks) -> RunResult:
+    """The model is gone when this returns, as `join` wants it."""
+    import torch
+
+    with first_rank_first(ranks):
+        corpus = load_corpus(config)
+    progress.corpus(corpus)
+    # The same weights in every rank, and then other dropout in each.
+    model = wrap(build_model(transformers_config(config.model), config.mode), config.parallel)
+    if ranks.rank > 0:
+        torch.manual_seed(config.train.seed + ranks.rank)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay
+    )
+    offload = _offload(model, config) if config.mode == "offload" else None
+    trainer = _Trainer(config=config, model=model, ranks=ranks, optimizer=optimizer, offload=offload)
+    progress.model(trainer.parameters)
+    try:
+        return trainer.run(batches(corpus.tokens, config, *ranks), progress)
+    finally:
+        if offload is not None:
+            offload.close()
 
 
 def _offload(model: nn.Module | None, config: LaunchConfig) -> OffloadActivations:
