@@ -140,8 +140,9 @@ class AcceleratorTransfer(Transfer):
                     staged = self._staging.take_now() if copying else self._staging.take()
                 if staged is not None:
                     piece = source[begin : begin + self._staging.nbytes]
-                    self._copy_out(staged, piece)
+                    # First, so that it is given back whatever happens.
                     copying.append((begin, HostBuffer(staged.host.address, len(piece), staged), staged))
+                    self._copy_out(staged, piece)
                     begin += len(piece)
                 else:
                     offset, written, staged = copying[0]
@@ -150,9 +151,13 @@ class AcceleratorTransfer(Transfer):
                     copying.popleft()
                     self._staging.give(staged)
         finally:
-            for *_, staged in copying:
-                self._streams.synchronize(staged.copied)
-                self._staging.give(staged)
+            try:
+                for *_, staged in copying:
+                    if staged.copied is not None:
+                        self._streams.synchronize(staged.copied)
+            finally:
+                for *_, staged in copying:
+                    self._staging.give(staged)
 
     def _copy_out(self, staged: StagingBuffer, piece: Tensor) -> None:
         if staged.copied is not None:

@@ -63,8 +63,11 @@ class StagingRing:
         return buffer
 
     def take_now(self) -> StagingBuffer | None:
-        """A buffer if one is idle or yet to be made. For a thread that has one: were it to wait, all might."""
-        return self._take(wait=False)
+        """A buffer if one is idle or can be made. For a thread that has one: were it to wait, all might."""
+        try:
+            return self._take(wait=False)
+        except MemoryError:
+            return None
 
     def give(self, buffer: StagingBuffer) -> None:
         """Give a buffer back."""

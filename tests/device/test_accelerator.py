@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from ssdtrain.device.accelerator import AcceleratorTransfer
 from ssdtrain.errors import ActivationLostError, StoreError
 from ssdtrain.memory.staging import StagingRing, host_tensor
+from ssdtrain.saved import Span
 from ssdtrain.storage import PAGE, DeviceStore, DirectStore, HostBuffer, HostStore
 from ssdtrain.storage.bounce import page_aligned
 from ssdtrain.testing import Fault, FaultyStore, GatedStore, OffloadOver, SimulatedDevice, WrapperStore
@@ -330,6 +332,26 @@ class TestFailures:
             offload.synchronize()
         assert torch.equal(gradient(device, leaf, y), expected(x))
         offload.close()
+
+    def test_a_copy_that_fails_gives_its_buffer_back(self, tmp_path, x, monkeypatch):
+        """Else the next one would wait for it for ever."""
+        device = SimulatedDevice()
+        ring = StagingRing(page_aligned, count=1, nbytes=4096)
+        transfer = AcceleratorTransfer(device, ring)
+        store = DirectStore(tmp_path)
+        tensor = on_device(x, device)
+        storage = tensor.untyped_storage()
+        span = Span(0, x.nbytes, x.nbytes, 0)
+
+        def fail(*arguments):
+            raise RuntimeError("no copy")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "copy", fail)
+            with pytest.raises(RuntimeError, match="no copy"):
+                transfer.write(store, store.allocate(x.nbytes), storage, span, transfer.mark())
+        transfer.write(store, store.allocate(x.nbytes), storage, span, transfer.mark())
+        store.close()
 
     def test_a_failed_read_leaves_nothing_that_lands_later(self, tmp_path, x):
         device = SimulatedDevice(STREAMS)
