@@ -50,10 +50,11 @@ class Transfers:
 
     def of(self, device: torch.device) -> Transfer | None:
         """How a device's tensors are moved; None, after a warning, where they cannot be."""
-        if device not in self._of_device:
+        try:
+            return self._of_device[device]
+        except KeyError:
             # Two threads may both make one: each is right, and one is kept.
-            self._of_device.setdefault(device, self._make(device))
-        return self._of_device[device]
+            return self._of_device.setdefault(device, self._make(device))
 
     def _make(self, device: torch.device) -> Transfer | None:
         if device.type == "cpu":
