@@ -24,15 +24,16 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
 from ssdtrain.device.base import Arrival, Transfer
+from ssdtrain.device.streams import bytes_of
 from ssdtrain.errors import StoreError
 from ssdtrain.memory.staging import host_tensor
 from ssdtrain.storage.base import DeviceBuffer, HostBuffer
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ssdtrain.device.streams import Event, Stream, Streams
     from ssdtrain.memory.staging import StagingBuffer, StagingRing
     from ssdtrain.saved import Span
@@ -115,7 +116,7 @@ class AcceleratorTransfer(Transfer):
     ) -> None:
         """Straight to the disk, into the store's own memory, or through staging buffers. On an I/O thread."""
         assert isinstance(mark, _Mark)
-        source = _bytes_of(storage)[span.start : span.start + span.nbytes]
+        source = bytes_of(storage)[span.start : span.start + span.nbytes]
         device_store = store.device_store(extent)
         if device_store is not None:
             self._streams.synchronize(mark.event)
@@ -175,7 +176,7 @@ class AcceleratorTransfer(Transfer):
         )
         allocated = self._streams.record(mark.stream)
         # Another tensor on the same memory: copies into it do not count as changes of `restored`.
-        target = _bytes_of(restored.untyped_storage())[span.start - origin :][: span.nbytes]
+        target = bytes_of(restored.untyped_storage())[span.start - origin :][: span.nbytes]
         try:
             self._fill(store, extent, target, allocated)
         finally:
@@ -223,8 +224,3 @@ class AcceleratorTransfer(Transfer):
 
     def trim(self) -> None:
         """Nothing, likewise."""
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """A storage as uint8, with a version counter of its own."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

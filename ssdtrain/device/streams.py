@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Streams", "TorchStreams"]
+__all__ = ["Streams", "TorchStreams", "bytes_of"]
 
 # Opaque: `torch.Stream` and `torch.Event`, or what a simulated device has instead.
 Stream = Any
 Event = Any
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A storage as uint8, with a version counter of its own."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Streams(ABC):
@@ -120,5 +125,5 @@ class TorchStreams(Streams):
         """`Tensor.record_stream`: nothing where the memory belongs to that stream."""
         if tensor.is_conj() or tensor.is_neg():
             # torch hands such a view to the allocator as a copy, and corrupts the heap when that returns nothing.
-            tensor = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage())
+            tensor = bytes_of(tensor.untyped_storage())
         tensor.record_stream(stream)
